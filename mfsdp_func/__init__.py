@@ -1,0 +1,1 @@
+"""Owner-compute gather and scatter over sharded flat buffers, as pure functions."""

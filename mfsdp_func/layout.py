@@ -1,0 +1,226 @@
+"""Where every logical tensor and every rank's segment lies in one flat buffer."""
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.placement import Placement, shard_axes
+from mfsdp_func.ranges import Range, intersect_ranges
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class GlobalLayout:
+    """An immutable map of one flat buffer. All offsets and sizes are in elements.
+
+    Args:
+        tensor_shapes: the logical shape of each tensor.
+        tensor_to_offset: where each tensor starts.
+        size: number of elements of the whole buffer, padding included.
+        rank_to_offset: where the segment of each shard index starts; a segment ends where the next one starts.
+
+    Raises:
+        ValueError: on a negative size or offset, unequal lengths, a tensor past the end, overlapping tensors, or
+            segments that are empty as a list, do not start at 0, decrease, or start past the end.
+
+    >>> layout = GlobalLayout([(5, 4), (3,)], [0, 20], 24, [0, 12])
+    >>> layout.get_tensor_range(1), layout.rank_size(1)
+    (Range(start=20, numel=3), 12)
+    """
+
+    tensor_shapes: tuple[torch.Size, ...]
+    tensor_to_offset: tuple[int, ...]
+    size: int
+    rank_to_offset: tuple[int, ...]
+
+    def __init__(
+        self,
+        tensor_shapes: Iterable[Iterable[int]],
+        tensor_to_offset: Iterable[int],
+        size: int,
+        rank_to_offset: Iterable[int],
+    ) -> None:
+        object.__setattr__(self, "tensor_shapes", tuple(map(torch.Size, tensor_shapes)))
+        object.__setattr__(self, "tensor_to_offset", tuple(map(int, tensor_to_offset)))
+        object.__setattr__(self, "size", int(size))
+        object.__setattr__(self, "rank_to_offset", tuple(map(int, rank_to_offset)))
+        self._validate()
+
+    def _validate(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"GlobalLayout: size must not be negative, got {self.size}")
+        if len(self.tensor_shapes) != len(self.tensor_to_offset):
+            raise ValueError(
+                f"GlobalLayout: {len(self.tensor_shapes)} shapes but {len(self.tensor_to_offset)} offsets; give one each"
+            )
+        for i, (offset, numel) in enumerate(zip(self.tensor_to_offset, self.tensor_numels, strict=True)):
+            if offset < 0 or offset + numel > self.size:
+                raise ValueError(
+                    f"GlobalLayout: tensor {i} {tuple(self.tensor_shapes[i])} at {offset} ends at {offset + numel},"
+                    f" outside the buffer of {self.size} elements"
+                )
+        for before, after in pairwise(self._order):
+            if self.tensor_to_offset[before] + self.tensor_numels[before] > self.tensor_to_offset[after]:
+                raise ValueError(f"GlobalLayout: tensors {before} and {after} overlap")
+        starts = self.rank_to_offset
+        if not starts or starts[0] != 0:
+            raise ValueError(f"GlobalLayout: rank_to_offset must start at 0, got {starts[:4]}")
+        if any(after < before for before, after in pairwise(starts)) or starts[-1] > self.size:
+            raise ValueError(f"GlobalLayout: rank_to_offset must not decrease nor pass the size {self.size}, got {starts}")
+
+    def __repr__(self) -> str:
+        if len(self.tensor_shapes) + self.dp_size > 32:
+            return f"GlobalLayout({len(self.tensor_shapes)} tensors, size={self.size}, {self.dp_size} ranks, digest={self.digest[:12]})"
+        shapes = [tuple(shape) for shape in self.tensor_shapes]
+        return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: self.__dict__[name] for name in GlobalLayout.__dataclass_fields__}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the value that is the same in every process (Python's own is salted for strings only)."""
+        value = (list(map(tuple, self.tensor_shapes)), self.tensor_to_offset, self.size, self.rank_to_offset)
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+
+    @cached_property
+    def tensor_numels(self) -> tuple[int, ...]:
+        """Number of elements of each tensor."""
+        return tuple(shape.numel() for shape in self.tensor_shapes)
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The tensors that have elements, in buffer order."""
+        return tuple(sorted((i for i, n in enumerate(self.tensor_numels) if n), key=self.tensor_to_offset.__getitem__))
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(self.tensor_to_offset[i] for i in self._order)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of segments."""
+        return len(self.rank_to_offset)
+
+    def rank_size(self, shard_index: int) -> int:
+        """Number of elements of one segment.
+
+        Raises:
+            IndexError: if there is no such segment.
+        """
+        return self.get_segment(shard_index, self.dp_size).numel
+
+    @cached_property
+    def has_equal_shard_sizes(self) -> bool:
+        """Whether all segments have the same size, so that native collectives can move them."""
+        return all(start * self.dp_size == k * self.size for k, start in enumerate(self.rank_to_offset))
+
+    def get_tensor_range(self, tensor_index: int) -> Range:
+        """The elements of the buffer that a tensor takes.
+
+        Raises:
+            IndexError: if there is no such tensor.
+        """
+        if not 0 <= tensor_index < len(self.tensor_shapes):
+            raise IndexError(f"tensor {tensor_index} is not one of the layout's {len(self.tensor_shapes)} tensors")
+        return Range(self.tensor_to_offset[tensor_index], self.tensor_numels[tensor_index])
+
+    def row_numel(self, tensor_index: int) -> int:
+        """Number of elements of one row (an index of dim 0) of a tensor."""
+        return self.tensor_shapes[tensor_index][1:].numel()
+
+    def get_rank_range(self, mesh: Mesh | MeshLike, placements: Sequence[Placement], rank: int) -> Range:
+        """The elements of the buffer that `rank`, a global rank, holds under `placements`.
+
+        The innermost `Shard` axis is the most significant digit of the shard index; axes of other placements do
+        not count. The whole buffer where no axis shards.
+
+        Raises:
+            ValueError: if `rank` is not in the mesh, there is not one placement per axis, or `dp_size` is no multiple
+                of the number of shards.
+        """
+        value = as_mesh(mesh)
+        axes = self.check_placements(value, placements)
+        return self.get_segment(value.shard_index(axes, rank), _shard_count(value, axes))
+
+    def get_local_range(self, mesh: Mesh | MeshLike, placements: Sequence[Placement]) -> Range:
+        """The elements of the buffer that this process holds; see `get_rank_range`."""
+        return self.get_rank_range(mesh, placements, mesh.get_rank())
+
+    def check_placements(self, mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+        """The mesh axes that cut this buffer, once `placements` are known to fit it.
+
+        Raises:
+            ValueError: see `get_rank_range`.
+        """
+        if len(placements) != mesh.ndim:
+            raise ValueError(f"{mesh} needs {mesh.ndim} placements, one per axis, got {tuple(placements)}")
+        axes = shard_axes(placements)
+        if self.dp_size % (count := _shard_count(mesh, axes)):
+            raise ValueError(
+                f"a layout of {self.dp_size} segments cannot be cut into {count} shards ({tuple(placements)} on {mesh});"
+                " build it with dp_size equal to the number of shards, or a multiple of it"
+            )
+        return axes
+
+    def get_segment(self, shard_index: int, shard_count: int) -> Range:
+        """Shard `shard_index` of `shard_count`: that many of the layout's segments side by side."""
+        if not 0 <= shard_index < shard_count:
+            raise IndexError(f"shard index {shard_index} is not below the {shard_count} shards")
+        step = self.dp_size // shard_count
+        end = (shard_index + 1) * step
+        start = self.rank_to_offset[shard_index * step]
+        return Range(start, (self.rank_to_offset[end] if end < self.dp_size else self.size) - start)
+
+    def tensors_in(self, segment: Range) -> list[tuple[int, Range]]:
+        """The tensors that meet a piece of the buffer, in buffer order, each with the elements *of the tensor* met."""
+        if not segment.numel:
+            return []
+        found: list[tuple[int, Range]] = []
+        first = max(0, bisect_right(self._starts, segment.start) - 1)
+        for i in self._order[first : bisect_left(self._starts, segment.end)]:
+            start = self.tensor_to_offset[i]
+            met = intersect_ranges(Range(start, self.tensor_numels[i]), segment)
+            if met.numel:
+                found.append((i, Range(met.start - start, met.numel)))
+        return found
+
+    def shards_of(self, tensor_index: int, part: Range, shard_count: int) -> list[tuple[int, Range]]:
+        """The shards that hold elements `part` of a tensor, in buffer order, each with the elements of the tensor."""
+        if not part.numel:
+            return []
+        base = self.tensor_to_offset[tensor_index]
+        wanted, step = Range(base + part.start, part.numel), self.dp_size // shard_count
+        found: list[tuple[int, Range]] = []
+        for k in range((bisect_right(self.rank_to_offset, wanted.start) - 1) // step, shard_count):
+            segment = self.get_segment(k, shard_count)
+            if segment.start >= wanted.end:
+                break
+            met = intersect_ranges(segment, wanted)
+            if met.numel:
+                found.append((k, Range(met.start - base, met.numel)))
+        return found
+
+    def keeps_rows(self, tensor_index: int, shard_count: int) -> bool:
+        """Whether no boundary of `shard_count` shards splits a row of a tensor."""
+        row, whole = self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
+        return all(part.start % row == 0 for _, part in self.shards_of(tensor_index, Range(0, whole.numel), shard_count))
+
+
+def _shard_count(mesh: Mesh, axes: Sequence[int]) -> int:
+    count = 1
+    for axis in axes:
+        count *= mesh.size(axis)
+    return count

@@ -1,0 +1,236 @@
+"""The device mesh as a value: axis names, the grid of global ranks, and which of them this process is."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Protocol, TypeAlias, runtime_checkable
+
+Nested: TypeAlias = "int | tuple[Nested, ...]"
+
+
+@runtime_checkable
+class MeshLike(Protocol):
+    """What may stand in for a `Mesh`: a torch `DeviceMesh`, or any object with these four."""
+
+    @property
+    def mesh(self) -> object:
+        """The grid of global ranks: a tensor or array with `tolist`, or nested sequences."""
+        ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    def size(self, mesh_dim: int | None = None) -> int: ...
+
+    def get_rank(self) -> int: ...
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Mesh:
+    """An immutable grid of global process ranks with named axes, the outermost first.
+
+    A mesh with ``rank=None`` plans without being anybody (no process group, no hardware). Equality takes part in
+    "who am I"; `digest`, which ranks compare with one another, does not.
+
+    Args:
+        shape: number of ranks along each axis; all positive.
+        axis_names: one name per axis; by default ``axis0, axis1, ...``.
+        ranks: the global ranks in row-major order, each once; by default ``0, 1, 2, ...``.
+        rank: the global rank of this process, which may lie outside the mesh; None for nobody.
+        groups: names of the process groups of the axes through `rank`; not part of the value.
+
+    >>> mesh = Mesh((2, 2), ranks=(3, 1, 0, 2), rank=0)
+    >>> mesh.coordinate(), mesh.axis_ranks(1), mesh.size()
+    ((1, 0), (0, 2), 4)
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int | None
+    groups: tuple[str, ...] = field(compare=False)
+
+    def __init__(
+        self,
+        shape: Iterable[int] | int,
+        axis_names: Iterable[str] | None = None,
+        ranks: Iterable[int] | None = None,
+        rank: int | None = None,
+        groups: Iterable[str] = (),
+    ) -> None:
+        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"Mesh: shape must hold positive sizes, got {sizes}")
+        grid = tuple(range(math.prod(sizes))) if ranks is None else tuple(int(r) for r in ranks)
+        if len(grid) != math.prod(sizes) or len(set(grid)) != len(grid) or min(grid) < 0:
+            raise ValueError(f"Mesh: shape {sizes} needs {math.prod(sizes)} different ranks >= 0, got {grid}")
+        names = tuple(f"axis{i}" for i in range(len(sizes))) if axis_names is None else tuple(axis_names)
+        if len(names) != len(sizes) or len(set(names)) != len(names):
+            raise ValueError(f"Mesh: shape {sizes} needs {len(sizes)} different axis names, got {names}")
+        for name, value in (
+            ("shape", sizes),
+            ("axis_names", names),
+            ("ranks", grid),
+            ("rank", rank),
+            ("groups", tuple(groups)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        return f"Mesh({axes}, ranks={self.ranks}, rank={self.rank})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.axis_names, self.ranks, self.rank))
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name in Mesh.__dataclass_fields__}
+
+    @property
+    def mesh(self) -> Nested:
+        """The grid of global ranks as nested tuples, outermost axis first."""
+        grid: Sequence[Nested] = self.ranks
+        for size in reversed(self.shape[1:]):
+            grid = [tuple(grid[i : i + size]) for i in range(0, len(grid), size)]
+        return tuple(grid)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks along one axis, or of all ranks."""
+        return len(self.ranks) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """The global rank of this process.
+
+        Raises:
+            ValueError: if the mesh was built for nobody.
+        """
+        if self.rank is None:
+            raise ValueError(f"{self}: this mesh is nobody's; give it a rank with mesh.with_rank(rank)")
+        return self.rank
+
+    def with_rank(self, rank: int | None) -> "Mesh":
+        """The same mesh seen by another process."""
+        return Mesh(self.shape, self.axis_names, self.ranks, rank)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._position
+
+    def axis_index(self, axis: str | int) -> int:
+        """The position of an axis given by name or (possibly negative) index.
+
+        Raises:
+            ValueError: if there is no such axis.
+        """
+        if isinstance(axis, str):
+            if axis in self.axis_names:
+                return self.axis_names.index(axis)
+        elif -self.ndim <= axis < self.ndim:
+            return axis % self.ndim
+        raise ValueError(f"{self} has no axis {axis!r}; its axes are {self.axis_names}")
+
+    def coordinate(self, rank: int | None = None) -> tuple[int, ...]:
+        """The position of `rank` (default: this process) along every axis.
+
+        Raises:
+            ValueError: if the rank is not in the mesh.
+        """
+        who = self.get_rank() if rank is None else rank
+        if who not in self._position:
+            raise ValueError(f"rank {who} is not in {self}; only the mesh's own ranks take part in its operations")
+        position, coordinate = self._position[who], []
+        for size in reversed(self.shape):
+            position, digit = divmod(position, size)
+            coordinate.append(digit)
+        return tuple(reversed(coordinate))
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The global rank at a coordinate."""
+        position = 0
+        for digit, size in zip(coordinate, self.shape, strict=True):
+            position = position * size + digit
+        return self.ranks[position]
+
+    def axis_ranks(self, axis: str | int, rank: int | None = None) -> tuple[int, ...]:
+        """The ranks on the line along `axis` through `rank` (default: this process), in mesh order."""
+        index, here = self.axis_index(axis), list(self.coordinate(rank))
+        return tuple(self.rank_at([*here[:index], digit, *here[index + 1 :]]) for digit in range(self.shape[index]))
+
+    def shard_ranks(self, axes: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that share one copy of a buffer cut along `axes`, in buffer order.
+
+        The innermost of `axes` is the most significant digit of the shard index; the coordinates on all other axes
+        are those of `rank` (default: this process; any rank where the mesh is nobody's and every axis is cut).
+
+        >>> Mesh((2, 2), ranks=(3, 1, 0, 2)).shard_ranks((0, 1))
+        (3, 0, 1, 2)
+        """
+        if rank is None and len(axes) == self.ndim:
+            rank = self.ranks[0]
+        here = list(self.coordinate(rank))
+        order = sorted(axes, reverse=True)
+        ranks = []
+        for digits in product(*(range(self.shape[axis]) for axis in order)):
+            for axis, digit in zip(order, digits, strict=True):
+                here[axis] = digit
+            ranks.append(self.rank_at(here))
+        return tuple(ranks)
+
+    def shard_index(self, axes: Sequence[int], rank: int | None = None) -> int:
+        """The position of `rank` (default: this process) in buffer order when `axes` cut the buffer."""
+        coordinate, index = self.coordinate(rank), 0
+        for axis in sorted(axes, reverse=True):
+            index = index * self.shape[axis] + coordinate[axis]
+        return index
+
+    @cached_property
+    def digest(self) -> tuple[object, ...]:
+        """What every rank of the mesh must agree on: all but who "this process" is."""
+        return (self.shape, self.axis_names, self.ranks)
+
+
+def as_mesh(mesh: "Mesh | MeshLike") -> Mesh:
+    """The value behind a torch `DeviceMesh` or any object with `mesh`, `ndim`, `size` and `get_rank`.
+
+    Raises:
+        TypeError: if something is missing.
+        ValueError: if `ndim` or `size()` contradicts the grid.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    missing = [name for name in ("mesh", "ndim", "size", "get_rank") if not hasattr(mesh, name)]
+    if missing:
+        raise TypeError(f"expected a Mesh, a DeviceMesh or the like, got {mesh!r} without {', '.join(missing)}")
+    grid = mesh.mesh
+    nested = grid.tolist() if hasattr(grid, "tolist") else grid  # pyright: ignore[reportAttributeAccessIssue]
+    shape, flat = [], [nested]
+    while isinstance(flat[0], (list, tuple)):
+        shape.append(len(flat[0]))
+        flat = [item for row in flat for item in row]
+    if len(shape) != mesh.ndim or len(flat) != mesh.size():
+        raise ValueError(f"{mesh!r}: a grid of shape {shape} contradicts ndim {mesh.ndim} and size {mesh.size()}")
+    names = getattr(mesh, "mesh_dim_names", None)
+    return Mesh(shape, names, flat, mesh.get_rank(), _group_names(mesh))
+
+
+def _group_names(mesh: object) -> tuple[str, ...]:
+    """Names of a DeviceMesh's process groups, one per axis; none where the mesh has no such thing."""
+    get_group = getattr(mesh, "get_group", None)
+    coordinate = getattr(mesh, "get_coordinate", lambda: None)()
+    if get_group is None or coordinate is None:
+        return ()
+    return tuple(get_group(axis).group_name for axis in range(len(coordinate)))

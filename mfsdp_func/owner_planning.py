@@ -1,0 +1,255 @@
+"""Who computes which tensor: costs, a balanced choice of owners, and the mapping that `gather` and `scatter` follow."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.placement import Placement, Replicate, RowAtomic, Shard
+from mfsdp_func.ranges import Range
+
+CostFn: TypeAlias = Callable[[torch.Size], float]
+"""The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
+
+
+def ns_cost_fn(num_ns_steps: int = 5) -> CostFn:
+    """The floating-point operations of `num_ns_steps` quintic Newton-Schulz steps on a tensor seen as a matrix.
+
+    The matrix is ``(shape[0], shape[1:].numel())``; let m be its shorter and n its longer side. One step forms
+    ``A = X Xᵀ`` (2m²n), ``A A`` (2m³) and ``(b A + c A A) X`` (2m²n), with 3m² + 2mn element-wise operations for the
+    two polynomials, so that the cost is ``num_ns_steps * (4m²n + 2m³ + 3m² + 2mn)``.
+
+    Raises:
+        ValueError: if `num_ns_steps` is negative.
+
+    >>> ns_cost_fn(1)(torch.Size([2, 3]))
+    88
+    """
+    if num_ns_steps < 0:
+        raise ValueError(f"ns_cost_fn: num_ns_steps must not be negative, got {num_ns_steps}")
+
+    def cost(shape: torch.Size) -> int:
+        m, n = sorted((shape[0], math.prod(shape[1:])))
+        return num_ns_steps * (4 * m * m * n + 2 * m**3 + 3 * m * m + 2 * m * n)
+
+    return cost
+
+
+def tensor_costs(layout: GlobalLayout, tensor_indices: Iterable[int], cost_fn: CostFn | None) -> dict[int, float]:
+    """The cost of each tensor, asked once per distinct shape.
+
+    Raises:
+        IndexError: if an index is not one of the layout's.
+        ValueError: if a cost is negative or not finite.
+    """
+    function, by_shape, costs = cost_fn or ns_cost_fn(), {}, {}
+    for i in tensor_indices:
+        layout.get_tensor_range(i)
+        shape = layout.tensor_shapes[i]
+        if shape not in by_shape:
+            cost = function(shape)
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"cost_fn returned {cost} for tensor {i} {tuple(shape)}; a cost is a finite number >= 0")
+            by_shape[shape] = cost
+        costs[i] = by_shape[shape]
+    return costs
+
+
+def assign_owner_work(
+    layout: GlobalLayout,
+    mesh: Mesh | MeshLike,
+    tensor_indices: Iterable[int],
+    cost_fn: CostFn | None = None,
+    *,
+    placements: Sequence[Placement] | None = None,
+) -> dict[int, int]:
+    """Choose an owner for each tensor among the ranks that hold a part of it, so that work is even and little moves.
+
+    Tensors with a single holder stay there. Then boundary tensors go, in descending cost, each to its least loaded
+    holder; ties go to the first in buffer order (of tensors: in the order given).
+
+    Args:
+        layout: the buffer.
+        mesh: the ranks that share it.
+        tensor_indices: the tensors to assign, each once.
+        cost_fn: the work of a tensor; by default ``ns_cost_fn()``.
+        placements: one per mesh axis; by default every axis cuts the buffer.
+
+    Returns:
+        Tensor index -> global rank of the owner, in ascending order of the index.
+
+    Raises:
+        ValueError: if nobody holds a tensor (it has no rows), an index stands twice, or a cost is refused.
+        IndexError: if an index is not one of the layout's.
+    """
+    value, indices = as_mesh(mesh), list(tensor_indices)
+    axes = layout.check_placements(value, _all_sharded(value) if placements is None else tuple(placements))
+    ranks = value.shard_ranks(axes)
+    costs = tensor_costs(layout, indices, cost_fn)
+    if len(costs) != len(indices):
+        raise ValueError("assign_owner_work: tensor_indices holds an index more than once")
+    load, owners, boundary = dict.fromkeys(range(len(ranks)), 0.0), {}, []
+    for i in indices:
+        held = layout.shards_of(i, Range(0, layout.tensor_numels[i]), len(ranks))
+        if not held:
+            raise ValueError(
+                f"assign_owner_work: nobody holds tensor {i} {tuple(layout.tensor_shapes[i])}; leave tensors without rows out"
+            )
+        if len(held) == 1:
+            owners[i] = held[0][0]
+            load[owners[i]] += costs[i]
+        else:
+            boundary.append((i, [k for k, _ in held]))
+    for i, holders in sorted(boundary, key=lambda item: -costs[item[0]]):
+        owners[i] = min(holders, key=load.__getitem__)
+        load[owners[i]] += costs[i]
+    return {i: ranks[owners[i]] for i in sorted(owners)}
+
+
+def _all_sharded(mesh: Mesh) -> tuple[Placement, ...]:
+    return (RowAtomic(),) * mesh.ndim
+
+
+def has_matrix_dims(param: torch.Tensor) -> bool:
+    """The default choice of what matrix optimizers handle: two or more dims."""
+    return param.ndim >= 2
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class GroupOwnerLayout:
+    """Which rank owns which tensor of one flat buffer: all that `gather` and `scatter` need to know.
+
+    An owner may hold no part of its tensor. Where an axis of `placements` says `Replicate()`, each replica group
+    gathers and scatters within itself, and an owner rank stands for its shard coordinates: the rank with the same
+    ones owns in every replica group.
+
+    Args:
+        mesh: the ranks that share the buffer.
+        layout: where tensors and segments lie.
+        tensor_to_owner: tensor index -> global rank; tensors without an entry take no part.
+        placements: one per mesh axis, `Replicate()` or a shard; by default every axis cuts the buffer.
+        name: a label for errors and the agreement check; no part of the value.
+
+    Raises:
+        ValueError: if an index or an owner does not exist, or `placements` do not fit.
+
+    >>> from mfsdp_func.layout_builder import build_for_row_atomic
+    >>> GroupOwnerLayout(Mesh(2), build_for_row_atomic([(4, 2), (2, 2)], 2), {1: 0, 0: 1})
+    GroupOwnerLayout({0: 1, 1: 0}, placements=(RowAtomic(),), mesh=Mesh(axis0=2, ranks=(0, 1), rank=None), name='')
+    """
+
+    mesh: Mesh
+    layout: GlobalLayout
+    tensor_to_owner: Mapping[int, int]
+    placements: tuple[Placement, ...]
+    name: str = field(compare=False)
+
+    def __init__(
+        self,
+        mesh: Mesh | MeshLike,
+        layout: GlobalLayout,
+        tensor_to_owner: Mapping[int, int],
+        placements: Sequence[Placement] | None = None,
+        name: str = "",
+    ) -> None:
+        value = as_mesh(mesh)
+        chosen = _all_sharded(value) if placements is None else tuple(placements)
+        for placement in chosen:
+            if not isinstance(placement, (Replicate, Shard)):
+                raise ValueError(f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}")
+        layout.check_placements(value, chosen)
+        for i, owner in tensor_to_owner.items():
+            if not 0 <= i < len(layout.tensor_shapes):
+                raise ValueError(
+                    f"GroupOwnerLayout {name!r}: tensor index {i} is given owner {owner}, but the layout has tensors"
+                    f" 0..{len(layout.tensor_shapes) - 1}"
+                )
+            if owner not in value:
+                raise ValueError(
+                    f"GroupOwnerLayout {name!r}: tensor {i} is given owner {owner}, which is not in {value};"
+                    " owners are global ranks of the mesh"
+                )
+        object.__setattr__(self, "mesh", value)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "tensor_to_owner", MappingProxyType(dict(sorted(tensor_to_owner.items()))))
+        object.__setattr__(self, "placements", chosen)
+        object.__setattr__(self, "name", name)
+
+    @classmethod
+    def from_params(
+        cls,
+        mesh: Mesh | MeshLike,
+        layout: GlobalLayout,
+        params: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | None = None,
+        *,
+        predicate: Callable[[torch.Tensor], bool] = has_matrix_dims,
+        cost_fn: CostFn | None = None,
+        placements: Sequence[Placement] | None = None,
+        name: str = "",
+    ) -> "GroupOwnerLayout":
+        """Select tensors by a predicate and let `assign_owner_work` choose their owners.
+
+        Args:
+            mesh: the ranks that share the buffer.
+            layout: where tensors and segments lie.
+            params: one tensor per tensor of the layout, in its order, of the logical shapes (any device, meta too);
+                by default meta tensors of the layout's shapes.
+            predicate: which of them take part; by default those of two or more dims. Tensors without rows are skipped.
+            cost_fn: see `assign_owner_work`.
+            placements: see `GroupOwnerLayout`.
+            name: see `GroupOwnerLayout`.
+
+        Raises:
+            ValueError: if `params` do not have the layout's shapes, or see `assign_owner_work`.
+        """
+        if params is None:
+            given = [torch.empty(shape, device="meta") for shape in layout.tensor_shapes]
+        else:
+            given = list(params.values() if isinstance(params, Mapping) else params)
+        shapes = [param.shape for param in given]
+        if shapes != list(layout.tensor_shapes):
+            raise ValueError(
+                f"GroupOwnerLayout.from_params {name!r}: params have shapes {list(map(tuple, shapes))}, the layout has"
+                f" {list(map(tuple, layout.tensor_shapes))}; give the full shapes in the layout's order"
+            )
+        chosen = [i for i, param in enumerate(given) if param.numel() and predicate(param)]
+        owners = assign_owner_work(layout, mesh, chosen, cost_fn, placements=placements)
+        return cls(mesh, layout, owners, placements, name)
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return (self.mesh, self.layout, tuple(self.tensor_to_owner.items()), self.placements)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, GroupOwnerLayout) and self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        owners: object = dict(self.tensor_to_owner)
+        if len(self.tensor_to_owner) > 32:
+            owners = f"{len(self.tensor_to_owner)} tensors"
+        return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}, name={self.name!r})"
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return GroupOwnerLayout, (self.mesh, self.layout, dict(self.tensor_to_owner), self.placements, self.name)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that the ranks must agree on, the same in every process (this rank and `name` left out)."""
+        value = (self.mesh.digest, self.layout.digest, tuple(self.tensor_to_owner.items()), self.placements)
+        return hashlib.sha256(repr(value).encode()).hexdigest()
