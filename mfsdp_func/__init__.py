@@ -1,1 +1,54 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
+
+from mfsdp_func.gather_scatter import gather, scatter
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.layout_builder import (
+    build_for_row_atomic,
+    build_for_row_atomic_unpadding,
+    build_for_tensor_atomic,
+    build_row_atomic_layout,
+)
+from mfsdp_func.mesh import Mesh, as_mesh
+from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
+from mfsdp_func.placement import (
+    BlockAtomic,
+    Partial,
+    Placements,
+    Replicate,
+    RowAtomic,
+    ShardLayout,
+    TensorAtomic,
+    changed_mesh_axis,
+)
+from mfsdp_func.plan import Plan
+from mfsdp_func.ranges import Range, intersect_ranges
+from mfsdp_func.tokens import Token
+from mfsdp_func.transport.agreement import agreement_check
+
+__all__ = [
+    "BlockAtomic",
+    "GlobalLayout",
+    "GroupOwnerLayout",
+    "Mesh",
+    "Partial",
+    "Placements",
+    "Plan",
+    "Range",
+    "Replicate",
+    "RowAtomic",
+    "ShardLayout",
+    "TensorAtomic",
+    "Token",
+    "agreement_check",
+    "as_mesh",
+    "assign_owner_work",
+    "build_for_row_atomic",
+    "build_for_row_atomic_unpadding",
+    "build_for_tensor_atomic",
+    "build_row_atomic_layout",
+    "changed_mesh_axis",
+    "gather",
+    "intersect_ranges",
+    "ns_cost_fn",
+    "scatter",
+]

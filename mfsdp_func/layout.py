@@ -25,7 +25,7 @@ class GlobalLayout:
         rank_to_offset: where the segment of each shard index starts; a segment ends where the next one starts.
 
     Raises:
-        ValueError: on a negative size or offset, unequal lengths, a tensor past the end, overlapping tensors, or
+        ValueError: on a negative size, offset or dim, unequal lengths, a tensor past the end, overlapping tensors, or
             segments that are empty as a list, do not start at 0, decrease, or start past the end.
 
     >>> layout = GlobalLayout([(5, 4), (3,)], [0, 20], 24, [0, 12])
@@ -56,9 +56,14 @@ class GlobalLayout:
             raise ValueError(f"GlobalLayout: size must not be negative, got {self.size}")
         if len(self.tensor_shapes) != len(self.tensor_to_offset):
             raise ValueError(
-                f"GlobalLayout: {len(self.tensor_shapes)} shapes but {len(self.tensor_to_offset)} offsets; give one each"
+                f"GlobalLayout: {len(self.tensor_shapes)} shapes but {len(self.tensor_to_offset)} offsets;"
+                " give one each"
             )
         for i, (offset, numel) in enumerate(zip(self.tensor_to_offset, self.tensor_numels, strict=True)):
+            if min(self.tensor_shapes[i], default=0) < 0:
+                raise ValueError(
+                    f"GlobalLayout: tensor {i} has a negative dim in its shape {tuple(self.tensor_shapes[i])}"
+                )
             if offset < 0 or offset + numel > self.size:
                 raise ValueError(
                     f"GlobalLayout: tensor {i} {tuple(self.tensor_shapes[i])} at {offset} ends at {offset + numel},"
@@ -71,11 +76,14 @@ class GlobalLayout:
         if not starts or starts[0] != 0:
             raise ValueError(f"GlobalLayout: rank_to_offset must start at 0, got {starts[:4]}")
         if any(after < before for before, after in pairwise(starts)) or starts[-1] > self.size:
-            raise ValueError(f"GlobalLayout: rank_to_offset must not decrease nor pass the size {self.size}, got {starts}")
+            raise ValueError(
+                f"GlobalLayout: rank_to_offset must not decrease nor pass the size {self.size}, got {starts}"
+            )
 
     def __repr__(self) -> str:
         if len(self.tensor_shapes) + self.dp_size > 32:
-            return f"GlobalLayout({len(self.tensor_shapes)} tensors, size={self.size}, {self.dp_size} ranks, digest={self.digest[:12]})"
+            count = len(self.tensor_shapes)
+            return f"GlobalLayout({count} tensors, size={self.size}, {self.dp_size} ranks, digest={self.digest[:12]})"
         shapes = [tuple(shape) for shape in self.tensor_shapes]
         return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)})"
 
@@ -170,8 +178,8 @@ class GlobalLayout:
         axes = shard_axes(placements)
         if self.dp_size % (count := _shard_count(mesh, axes)):
             raise ValueError(
-                f"a layout of {self.dp_size} segments cannot be cut into {count} shards ({tuple(placements)} on {mesh});"
-                " build it with dp_size equal to the number of shards, or a multiple of it"
+                f"a layout of {self.dp_size} segments cannot be cut into {count} shards ({tuple(placements)} on {mesh})"
+                "; build it with dp_size equal to the number of shards, or a multiple of it"
             )
         return axes
 
@@ -216,7 +224,9 @@ class GlobalLayout:
     def keeps_rows(self, tensor_index: int, shard_count: int) -> bool:
         """Whether no boundary of `shard_count` shards splits a row of a tensor."""
         row, whole = self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
-        return all(part.start % row == 0 for _, part in self.shards_of(tensor_index, Range(0, whole.numel), shard_count))
+        return all(
+            part.start % row == 0 for _, part in self.shards_of(tensor_index, Range(0, whole.numel), shard_count)
+        )
 
 
 def _shard_count(mesh: Mesh, axes: Sequence[int]) -> int:

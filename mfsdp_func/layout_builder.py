@@ -12,7 +12,11 @@ from mfsdp_func.placement import ShardLayout
 
 
 def build_row_atomic_layout(
-    shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1, shard_layout: ShardLayout = ShardLayout.PADDED
+    shapes: Iterable[Iterable[int]],
+    dp_size: int,
+    *,
+    block_size: int = 1,
+    shard_layout: ShardLayout = ShardLayout.PADDED,
 ) -> GlobalLayout:
     """A layout whose segment boundaries never split `block_size` consecutive rows, cut as `shard_layout` says.
 
@@ -85,7 +89,9 @@ def _fill(
     return cursor
 
 
-def build_for_row_atomic_unpadding(shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1) -> GlobalLayout:
+def build_for_row_atomic_unpadding(
+    shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1
+) -> GlobalLayout:
     """No padding: tensors back to back in order, segments cut at the row (block) boundary nearest to an even split.
 
     Segments are in general unequal and may be empty. A tie goes to the lower boundary.
@@ -111,7 +117,9 @@ def build_for_row_atomic_unpadding(shapes: Iterable[Iterable[int]], dp_size: int
     return GlobalLayout(sizes, ends[:-1], size, [nearest(k) for k in range(dp_size)])
 
 
-def build_for_tensor_atomic(shapes: Iterable[Iterable[int]], dp_size: int, *, tensor_owners: Iterable[int]) -> GlobalLayout:
+def build_for_tensor_atomic(
+    shapes: Iterable[Iterable[int]], dp_size: int, *, tensor_owners: Iterable[int]
+) -> GlobalLayout:
     """No padding: segment k is exactly the tensors of owner k, in tensor order.
 
     Args:
@@ -138,7 +146,8 @@ def build_for_tensor_atomic(shapes: Iterable[Iterable[int]], dp_size: int, *, te
             )
         held[owner] += size.numel()
     starts = list(accumulate(held, initial=0))
-    cursor, offsets = starts[:-1].copy(), []
+    cursor = starts[:-1].copy()
+    offsets: list[int] = []
     for owner, size in zip(owners, sizes, strict=True):
         offsets.append(cursor[owner])
         cursor[owner] += size.numel()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Nested: TypeAlias = "int | tuple[Nested, ...]"
 
@@ -20,11 +20,17 @@ class MeshLike(Protocol):
         ...
 
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        """Number of axes."""
+        ...
 
-    def size(self, mesh_dim: int | None = None) -> int: ...
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks along one axis, or of all ranks."""
+        ...
 
-    def get_rank(self) -> int: ...
+    def get_rank(self) -> int:
+        """The global rank of this process."""
+        ...
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -152,7 +158,8 @@ class Mesh:
         who = self.get_rank() if rank is None else rank
         if who not in self._position:
             raise ValueError(f"rank {who} is not in {self}; only the mesh's own ranks take part in its operations")
-        position, coordinate = self._position[who], []
+        position = self._position[who]
+        coordinate: list[int] = []
         for size in reversed(self.shape):
             position, digit = divmod(position, size)
             coordinate.append(digit)
@@ -183,7 +190,7 @@ class Mesh:
             rank = self.ranks[0]
         here = list(self.coordinate(rank))
         order = sorted(axes, reverse=True)
-        ranks = []
+        ranks: list[int] = []
         for digits in product(*(range(self.shape[axis]) for axis in order)):
             for axis, digit in zip(order, digits, strict=True):
                 here[axis] = digit
@@ -216,9 +223,9 @@ def as_mesh(mesh: "Mesh | MeshLike") -> Mesh:
     if missing:
         raise TypeError(f"expected a Mesh, a DeviceMesh or the like, got {mesh!r} without {', '.join(missing)}")
     grid = mesh.mesh
-    nested = grid.tolist() if hasattr(grid, "tolist") else grid  # pyright: ignore[reportAttributeAccessIssue]
-    shape, flat = [], [nested]
-    while isinstance(flat[0], (list, tuple)):
+    flat: list[Any] = [grid.tolist() if hasattr(grid, "tolist") else grid]  # pyright: ignore[reportAttributeAccessIssue]
+    shape: list[int] = []
+    while flat and isinstance(flat[0], (list, tuple)):
         shape.append(len(flat[0]))
         flat = [item for row in flat for item in row]
     if len(shape) != mesh.ndim or len(flat) != mesh.size():

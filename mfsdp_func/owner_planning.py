@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -49,14 +50,18 @@ def tensor_costs(layout: GlobalLayout, tensor_indices: Iterable[int], cost_fn: C
         IndexError: if an index is not one of the layout's.
         ValueError: if a cost is negative or not finite.
     """
-    function, by_shape, costs = cost_fn or ns_cost_fn(), {}, {}
+    function = cost_fn or ns_cost_fn()
+    by_shape: dict[torch.Size, float] = {}
+    costs: dict[int, float] = {}
     for i in tensor_indices:
         layout.get_tensor_range(i)
         shape = layout.tensor_shapes[i]
         if shape not in by_shape:
             cost = function(shape)
             if not (math.isfinite(cost) and cost >= 0):
-                raise ValueError(f"cost_fn returned {cost} for tensor {i} {tuple(shape)}; a cost is a finite number >= 0")
+                raise ValueError(
+                    f"cost_fn returned {cost} for tensor {i} {tuple(shape)}; a cost is a finite number >= 0"
+                )
             by_shape[shape] = cost
         costs[i] = by_shape[shape]
     return costs
@@ -73,7 +78,8 @@ def assign_owner_work(
     """Choose an owner for each tensor among the ranks that hold a part of it, so that work is even and little moves.
 
     Tensors with a single holder stay there. Then boundary tensors go, in descending cost, each to its least loaded
-    holder; ties go to the first in buffer order (of tensors: in the order given).
+    holder; ties, of tensors and of holders, go to the first in buffer order. The result is the same on every rank:
+    where an axis replicates, owners are named by the replica group of the mesh's first rank.
 
     Args:
         layout: the buffer.
@@ -91,16 +97,18 @@ def assign_owner_work(
     """
     value, indices = as_mesh(mesh), list(tensor_indices)
     axes = layout.check_placements(value, _all_sharded(value) if placements is None else tuple(placements))
-    ranks = value.shard_ranks(axes)
+    ranks = value.shard_ranks(axes, value.ranks[0])
     costs = tensor_costs(layout, indices, cost_fn)
     if len(costs) != len(indices):
         raise ValueError("assign_owner_work: tensor_indices holds an index more than once")
-    load, owners, boundary = dict.fromkeys(range(len(ranks)), 0.0), {}, []
-    for i in indices:
+    load, owners = [0.0] * len(ranks), dict[int, int]()
+    boundary: list[tuple[int, list[int]]] = []
+    for i in sorted(indices, key=layout.tensor_to_offset.__getitem__):
         held = layout.shards_of(i, Range(0, layout.tensor_numels[i]), len(ranks))
         if not held:
             raise ValueError(
-                f"assign_owner_work: nobody holds tensor {i} {tuple(layout.tensor_shapes[i])}; leave tensors without rows out"
+                f"assign_owner_work: nobody holds tensor {i} {tuple(layout.tensor_shapes[i])};"
+                " leave out tensors without rows"
             )
         if len(held) == 1:
             owners[i] = held[0][0]
@@ -150,6 +158,8 @@ class GroupOwnerLayout:
     tensor_to_owner: Mapping[int, int]
     placements: tuple[Placement, ...]
     name: str = field(compare=False)
+    key: str = field(init=False, compare=False)
+    """The value with its name as a string: what compiled code guards on."""
 
     def __init__(
         self,
@@ -163,7 +173,9 @@ class GroupOwnerLayout:
         chosen = _all_sharded(value) if placements is None else tuple(placements)
         for placement in chosen:
             if not isinstance(placement, (Replicate, Shard)):
-                raise ValueError(f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}")
+                raise ValueError(
+                    f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}"
+                )
         layout.check_placements(value, chosen)
         for i, owner in tensor_to_owner.items():
             if not 0 <= i < len(layout.tensor_shapes):
@@ -178,9 +190,12 @@ class GroupOwnerLayout:
                 )
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "tensor_to_owner", MappingProxyType(dict(sorted(tensor_to_owner.items()))))
+        owners = {int(i): int(owner) for i, owner in sorted(tensor_to_owner.items())}
+        object.__setattr__(self, "tensor_to_owner", MappingProxyType(owners))
         object.__setattr__(self, "placements", chosen)
         object.__setattr__(self, "name", name)
+        object.__setattr__(self, "key", f"{self.digest}/{value.rank}/{name}")
+        object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
 
     @classmethod
     def from_params(
@@ -223,18 +238,23 @@ class GroupOwnerLayout:
         owners = assign_owner_work(layout, mesh, chosen, cost_fn, placements=placements)
         return cls(mesh, layout, owners, placements, name)
 
+    @staticmethod
+    def from_key(key: str) -> "GroupOwnerLayout":
+        """The living value with a given `key`."""
+        return _BY_KEY[key]
+
     @cached_property
-    def _key(self) -> tuple[object, ...]:
+    def _value(self) -> tuple[object, ...]:
         return (self.mesh, self.layout, tuple(self.tensor_to_owner.items()), self.placements)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._key)
+        return hash(self._value)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, GroupOwnerLayout) and self._hash == other._hash and self._key == other._key
+        return isinstance(other, GroupOwnerLayout) and self._hash == other._hash and self._value == other._value
 
     def __hash__(self) -> int:
         return self._hash
@@ -253,3 +273,7 @@ class GroupOwnerLayout:
         """A hash of all that the ranks must agree on, the same in every process (this rank and `name` left out)."""
         value = (self.mesh.digest, self.layout.digest, tuple(self.tensor_to_owner.items()), self.placements)
         return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+# Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
+_BY_KEY: WeakValueDictionary[str, GroupOwnerLayout] = WeakValueDictionary()

@@ -34,7 +34,7 @@ class _FlatShard(Shard):
     """A `Shard(0)` of one flat buffer that is equal only to its own class and values, and cannot be changed."""
 
     def __init__(self) -> None:
-        Shard.__init__(self, 0)
+        Shard.__init__(self, 0)  # pyright: ignore[reportCallIssue]  # bound in C++, its stub has no argument
 
     def _values(self) -> tuple[object, ...]:
         return ()
@@ -164,7 +164,7 @@ def changed_mesh_axis(old_placements: Iterable[Placement], new_placements: Itera
     """
     old, new = tuple(old_placements), tuple(new_placements)
     if len(old) != len(new):
-        raise ValueError(f"changed_mesh_axis: {len(old)} placements {old} against {len(new)} {new}; give one per mesh axis")
+        raise ValueError(f"changed_mesh_axis: {len(old)} placements {old} against {len(new)} {new}; give one per axis")
     changed = [axis for axis, (before, after) in enumerate(zip(old, new, strict=True)) if before != after]
     if len(changed) > 1:
         names = ", ".join(f"axis {axis} ({old[axis]} -> {new[axis]})" for axis in changed)

@@ -1,0 +1,341 @@
+"""Linear maps over ranks that compose: one autograd Function and one operator for every movement of data.
+
+`move` computes the same numbers eagerly, under autograd, `torch.func` and `torch.compile`, because its backward, jvp
+and vmap rules are the map's transpose, the map itself, and the map on elements with trailing batch dims. Every call
+also takes and returns a *link*, a differentiable zero: the one input that a rank has where it holds no tensor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import singledispatch
+from typing import Any, Protocol
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
+
+from mfsdp_func.mesh import Mesh
+from mfsdp_func.plan import Plan
+from mfsdp_func.transport import Call, Carrier, carrier_of
+from mfsdp_func.transport.agreement import agree, checking
+from mfsdp_func.transport.exchange import empty_outputs, start_exchange
+
+
+class LinearMap(Protocol):
+    """A frozen value that says how elements move between ranks, as this rank sees it."""
+
+    @property
+    def key(self) -> str:
+        """The value as one rank runs it, as a string."""
+        ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def transpose(self) -> "LinearMap": ...
+
+    @property
+    def input_numels(self) -> tuple[int, ...]: ...
+
+    @property
+    def output_numels(self) -> tuple[int, ...]: ...
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank exchanges anything with others, so that they wait for it."""
+        ...
+
+
+@singledispatch
+def allocate(
+    linear: LinearMap, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
+) -> tuple[torch.Tensor, ...]:
+    """New outputs of a map, each of shape ``(numel, *batch)``, in one storage or each in its own."""
+    raise TypeError(f"no carrier runs a {type(linear).__name__}")
+
+
+@singledispatch
+def start(
+    linear: LinearMap,
+    carrier: Carrier,
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    at_once: bool,
+) -> Callable[[], None]:
+    """Start running a map; the function returned waits for its end."""
+    raise TypeError(f"no carrier runs a {type(linear).__name__}")
+
+
+@allocate.register
+def _(
+    linear: Plan, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
+) -> tuple[torch.Tensor, ...]:
+    return empty_outputs(linear, dtype, device, batch, one_storage=one_storage)
+
+
+@start.register
+def _(
+    linear: Plan,
+    carrier: Carrier,
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    at_once: bool,
+) -> Callable[[], None]:
+    return start_exchange(linear, carrier, call, inputs, outputs, at_once=at_once)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a call runs: the dtype and device of outputs, and what is known of the call on this rank."""
+
+    dtype: torch.dtype | None
+    device: torch.device
+    differentiated: bool = False
+    forward: bool = True
+
+
+@dataclass
+class Flight:
+    """What a call has in flight, where the caller asked to keep it so."""
+
+    finishes: list[Callable[[], None]] = field(default_factory=list)
+    keep: list[torch.Tensor] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for everything, in the order in which it was started."""
+        while self.finishes:
+            self.finishes.pop(0)()
+
+
+_FLIGHT: ContextVar[Flight | None] = ContextVar("mfsdp_func_flight", default=None)
+
+
+@contextmanager
+def in_flight() -> Iterator[Flight]:
+    """Calls inside do not wait for their ends, but leave them to the `Flight` given."""
+    flight = Flight()
+    before = _FLIGHT.set(flight)
+    try:
+        yield flight
+    finally:
+        _FLIGHT.reset(before)
+
+
+def launch(
+    linear: LinearMap,
+    options: Options,
+    batch: Sequence[int],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Run a map on plain tensors, the one place where communication begins.
+
+    Args:
+        linear: the map.
+        options: see `Options`.
+        batch: the trailing batch dims.
+        inputs: one tensor of shape ``(numel, *batch)`` per input of the map.
+        outputs: contiguous tensors to write into; new ones by default.
+
+    Returns:
+        The outputs; filled, unless inside `in_flight`.
+    """
+    carrier = carrier_of(linear.mesh)
+    inputs = [_plain(tensor) for tensor in inputs]
+    differentiated = options.differentiated if linear.takes_part else None
+    dtype = inputs[0].dtype if inputs else options.dtype
+    call = Call(linear.label, linear.digest, linear.mesh, dtype, tuple(batch), differentiated, options.forward)
+    if options.forward and (batch or checking()):
+        agree(carrier, call)
+    if (teller := teller_of(linear)) is not None and carrier.tells_dtype(options.device):
+        call = replace(call, dtype=_told_dtype(carrier, call, teller))
+    if outputs is None:
+        outputs = allocate(linear, call.dtype or torch.float32, options.device, batch, True)
+    flight = _FLIGHT.get()
+    finish = start(linear, carrier, call, inputs, outputs, flight is not None)
+    if flight is None:
+        finish()
+    else:
+        flight.finishes.append(finish)
+        flight.keep += inputs
+    return tuple(outputs)
+
+
+def _told_dtype(carrier: Carrier, call: Call, teller: int) -> torch.dtype:
+    told = carrier.listen(call, teller)
+    if call.dtype is not None and told != call.dtype:
+        raise TypeError(
+            f"{call.label}: rank {call.mesh.rank}, which holds no element to send, expects {call.dtype}, but rank {teller}"
+            f" sends {told}; pass dtype={told} here or convert there"
+        )
+    return told
+
+
+def teller_of(linear: LinearMap) -> int | None:
+    """The rank that must tell this one the dtype of a map's elements, where this rank cannot see it."""
+    return linear.local.teller if isinstance(linear, Plan) else None
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as it will travel: contiguous, without lazy conjugation or negation."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous()
+
+
+# The operator that compiled code holds: the map behind a key, on whatever carrier serves the mesh at run time.
+
+_MAPS: dict[str, LinearMap] = {}
+
+_LIBRARY = torch.library.Library("mfsdp_func", "DEF")
+_LIBRARY.define(
+    "move(Tensor[] inputs, Tensor link, str key, ScalarType dtype, bool forward, bool differentiated) -> Tensor[]"
+)
+
+
+def _move_impl(
+    inputs: list[torch.Tensor], link: torch.Tensor, key: str, dtype: torch.dtype, forward: bool, differentiated: bool
+) -> list[torch.Tensor]:
+    linear = _MAPS[key]
+    # An operator's results may not share a storage: compilers reuse the memory of each on its own.
+    outputs = allocate(linear, dtype, link.device, link.shape, False)
+    return list(launch(linear, Options(dtype, link.device, differentiated, forward), link.shape, inputs, outputs))
+
+
+def _move_fake(
+    inputs: list[torch.Tensor], link: torch.Tensor, key: str, dtype: torch.dtype, forward: bool, differentiated: bool
+) -> list[torch.Tensor]:
+    return [link.new_empty((numel, *link.shape), dtype=dtype) for numel in _MAPS[key].output_numels]
+
+
+_LIBRARY.impl("move", _move_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("mfsdp_func::move", _move_fake, lib=_LIBRARY)
+# A rank whose results nobody reads still sends what its peers wait for.
+torch.fx.node.has_side_effect(torch.ops.mfsdp_func.move.default)
+
+
+class _Move(torch.autograd.Function):
+    """`(link, map, options, *inputs) -> (link, *outputs)`, every tensor with the link's shape as trailing dims."""
+
+    @staticmethod
+    def forward(link: torch.Tensor, linear: LinearMap, options: Options, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        if _is_traced(link):
+            _MAPS.setdefault(linear.key, linear)
+            dtype = options.dtype or torch.float32
+            outputs = torch.ops.mfsdp_func.move(
+                list(inputs), link, linear.key, dtype, options.forward, options.differentiated
+            )
+        else:
+            outputs = launch(linear, options, link.shape, inputs)
+        return (torch.zeros_like(link), *outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        link, ctx.linear, ctx.options, *_ = inputs
+        ctx.batch = link.shape
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        link, *rest = cotangents
+        dtype = ctx.options.dtype
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            return (link, *[None] * (2 + len(ctx.linear.input_numels)))
+        options = replace(ctx.options, forward=False, differentiated=False)
+        link, *gradients = _Move.apply(_batched(link), ctx.linear.transpose, options, *rest)
+        return (link, None, None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, link: torch.Tensor | None, _map: None, _options: None, *tangents: torch.Tensor | None) -> Any:
+        def zeros(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
+            return torch.zeros((*shape, *ctx.batch), dtype=dtype, device=ctx.options.device)
+
+        known = [
+            zeros(numel, dtype=ctx.options.dtype) if tangent is None else tangent
+            for numel, tangent in zip(ctx.linear.input_numels, tangents, strict=True)
+        ]
+        link = zeros(dtype=torch.float32) if link is None else link
+        return _Move.apply(link, ctx.linear, replace(ctx.options, forward=False), *known)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], link: torch.Tensor, linear: Any, options: Any, *inputs: Any) -> Any:
+        def last(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+            if dim is None:
+                return tensor.unsqueeze(-1).expand(*tensor.shape, info.batch_size)
+            return tensor.movedim(dim, -1)
+
+        batched = [last(tensor, dim) for tensor, dim in zip(inputs, in_dims[3:], strict=True)]
+        outputs = _Move.apply(last(link, in_dims[0]), linear, options, *batched)
+        return outputs, tuple(output.dim() - 1 for output in outputs)
+
+
+def _is_traced(link: torch.Tensor) -> bool:
+    """Whether a compiler or another dispatch mode must see an operator instead of the effect itself."""
+    return type(link) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
+
+
+def _batched(link: torch.Tensor) -> torch.Tensor:
+    """The link with a batch dim on every active vmap level, so that all ranks exchange equally many elements.
+
+    Inside `vmap` one rank may see a batched tensor where another, that holds nothing, sees none.
+    """
+    levels = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
+    if not levels:
+        return link
+    zero = torch.zeros([level.batch_size() for level in levels], device=link.device)
+    for level in levels:
+        zero = _functorch._add_batch_dim(zero, 0, level.level())  # pyright: ignore[reportPrivateUsage]
+    return link + zero
+
+
+def is_eager(link: torch.Tensor | None, tracked: bool) -> bool:
+    """Whether nothing follows this call: no autograd, no transform, no tracing; its effect can run right here."""
+    return (
+        not tracked
+        and (link is None or not (link.requires_grad and torch.is_grad_enabled()))
+        and _functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+    )
+
+
+def move(
+    linear: LinearMap, options: Options, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Run a map on flat inputs; returns the new link and the flat outputs.
+
+    Raises:
+        RuntimeError: inside a `torch.func` gradient on a rank that others wait for, but which has no input that could
+            make it run the backward pass.
+    """
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if is_eager(link, tracked):
+        outputs = launch(linear, options, (), inputs)
+        return torch.zeros((), device=options.device) if link is None else link, outputs
+    _refuse_unlinked(linear, link, inputs)
+    if link is None:
+        link = torch.zeros((), device=options.device)
+    options = replace(options, differentiated=tracked or link.requires_grad)
+    link, *outputs = _Move.apply(_batched(link), linear, options, *inputs)
+    return link, tuple(outputs)
+
+
+def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
+    transforms = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()} & {"Grad", "Jvp"}
+    if transforms and link is None and not inputs and linear.takes_part:
+        raise RuntimeError(
+            f"{linear.label}: differentiated on rank {linear.mesh.rank}, which has no tensor to give: its gradients would"
+            " silently be zero while its peers wait. Thread the token of the operation before with after=, or link the"
+            " call to this rank's own differentiated tensors with after=Token.linked_to(tensor)"
+        )

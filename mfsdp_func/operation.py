@@ -1,0 +1,194 @@
+"""One call of an operation, from its tensors to results and a token: checks, tokens, streams, faults."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from mfsdp_func.movement import LinearMap, Options, in_flight, move, teller_of
+from mfsdp_func.tokens import AnyStream, Pending, Token
+from mfsdp_func.transport import carrier_of
+from mfsdp_func.transport.agreement import checking, report_fault
+
+
+@contextmanager
+def faults_reported(linear: LinearMap) -> Iterator[None]:
+    """While the agreement check is on, let a fault that this rank sees in its inputs be raised on all ranks."""
+    try:
+        yield
+    except Exception as error:
+        if checking() and linear.mesh.rank in linear.mesh:
+            report_fault(carrier_of(linear.mesh), linear.mesh, linear.label, error)
+        raise
+
+
+def check_tensors(
+    linear: LinearMap,
+    names: Sequence[object],
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    tokens: Sequence[Token],
+) -> Options:
+    """Check this rank's inputs against the map, and settle the dtype and device of its outputs.
+
+    Raises:
+        TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than `dtype`, or where the
+            dtype cannot be known.
+        ValueError: on a wrong number of elements, or on mixed devices.
+    """
+    first = tensors[0] if tensors else None
+    for name, tensor, numel in zip(names, tensors, linear.input_numels, strict=True):
+        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{linear.label}: tensor {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.numel() != numel:
+            raise ValueError(
+                f"{linear.label}: tensor {name} has {tensor.numel()} elements {tuple(tensor.shape)} on rank"
+                f" {linear.mesh.rank}, expected {numel}; give exactly this rank's part, as the layout cuts it"
+            )
+        if tensor.dtype != first.dtype:  # pyright: ignore[reportOptionalMemberAccess]
+            raise TypeError(
+                f"{linear.label}: tensor {name} is {tensor.dtype} but tensor {names[0]} is {first.dtype};"  # pyright: ignore[reportOptionalMemberAccess]
+                " one call moves one dtype: convert, or make one group per dtype"
+            )
+        if tensor.device != first.device:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ValueError(
+                f"{linear.label}: tensor {name} is on {tensor.device} but tensor {names[0]} on {first.device};"  # pyright: ignore[reportOptionalMemberAccess]
+                " bring all of them to one device"
+            )
+    if first is None:
+        return _options_without_tensor(linear, dtype, device, tokens)
+    if type(first) is not torch.Tensor and hasattr(first, "to_local"):
+        raise TypeError(f"{linear.label}: tensor {names[0]} is a {type(first).__name__}; pass its local shard")
+    if first.layout != torch.strided:
+        raise TypeError(f"{linear.label}: tensor {names[0]} has layout {first.layout}; only strided tensors can move")
+    if dtype not in (None, first.dtype):
+        raise TypeError(f"{linear.label}: dtype={dtype} was asserted, but tensor {names[0]} is {first.dtype}; convert it")
+    if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
+        raise ValueError(f"{linear.label}: device={device} was asserted, but tensor {names[0]} is on {first.device}")
+    return Options(first.dtype, first.device)
+
+
+def _options_without_tensor(
+    linear: LinearMap, dtype: torch.dtype | None, device: torch.device | None, tokens: Sequence[Token]
+) -> Options:
+    carrier = carrier_of(linear.mesh)
+    where = device or (tokens[0].link.device if tokens else carrier.device(linear.mesh))
+    if teller_of(linear) is None or carrier.tells_dtype(where):
+        return Options(dtype, where)
+    hint = dtype or next((token.dtype for token in tokens if token.dtype), None)
+    if hint is None:
+        raise TypeError(
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so it cannot know the dtype it will receive;"
+            " pass dtype=, or the token of the operation before with after="
+        )
+    return Options(hint, where)
+
+
+def run(
+    linear: LinearMap,
+    options: Options,
+    inputs: Sequence[torch.Tensor],
+    tokens: Sequence[Token],
+    stream: AnyStream | None,
+    async_op: bool,
+) -> tuple[tuple[torch.Tensor, ...], Token]:
+    """Run a map on checked, flat inputs, after `tokens`; see `gather` for `stream` and `async_op`.
+
+    Raises:
+        ValueError: if a stream is given for tensors that are not on CUDA.
+    """
+    if options.device.type == "cuda":
+        return _run_on_cuda(linear, options, inputs, tokens, stream, async_op)
+    if stream is not None:
+        raise ValueError(f"{linear.label}: stream= is for CUDA tensors, these are on {options.device}; use async_op=True")
+    for token in tokens:
+        token.wait()
+    if not async_op:
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        return outputs, Token(link, (), _dtype(options, outputs))
+    with in_flight() as flight:
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
+    work = Pending(linear.label, flight.finish, flight.keep, outputs)
+    return outputs, Token(link, (work,), _dtype(options, outputs))
+
+
+def _run_on_cuda(
+    linear: LinearMap,
+    options: Options,
+    inputs: Sequence[torch.Tensor],
+    tokens: Sequence[Token],
+    stream: AnyStream | None,
+    async_op: bool,
+) -> tuple[tuple[torch.Tensor, ...], Token]:
+    current = torch.cuda.current_stream(options.device)
+    chosen = stream or (_side_stream(options.device) if async_op else current)
+    if stream is None and async_op:
+        chosen.wait_stream(current)
+    with torch.cuda.stream(chosen):  # pyright: ignore[reportArgumentType]
+        for token in tokens:
+            token.wait(chosen)
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        if chosen == current:
+            return outputs, Token(link, (), _dtype(options, outputs))
+        for tensor in inputs:
+            tensor.record_stream(chosen)
+        event = torch.cuda.Event()
+        event.record(chosen)  # pyright: ignore[reportArgumentType]
+    return outputs, Token(link, (Pending(linear.label, _nothing, (), outputs, event),), _dtype(options, outputs))
+
+
+def run_in_graph(
+    linear: LinearMap,
+    names: Sequence[object],
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+    hint: torch.dtype | None,
+    device: torch.device | str | None,
+    link: torch.Tensor | None,
+    pending: bool,
+) -> tuple[torch.Tensor, ...]:
+    """What a compiled region holds of a call: checks while tracing, then `(link, *outputs)`, all flat.
+
+    Raises:
+        RuntimeError: if a token with work in flight came in.
+        TypeError: if this rank cannot know the dtype of its outputs while tracing; and see `check_tensors`.
+    """
+    if pending:
+        raise RuntimeError(
+            f"{linear.label}: a token with work in flight came into a compiled region; call token.wait() before entering it"
+        )
+    where = torch.device(device) if device is not None else None
+    if tensors:
+        options = check_tensors(linear, names, tensors, dtype, where, ())
+    elif hint is None and linear.output_numels:
+        raise TypeError(
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing; pass"
+            " dtype=, or the token of the operation before with after="
+        )
+    else:
+        options = Options(hint, where or (link.device if link is not None else carrier_of(linear.mesh).device(linear.mesh)))
+    link, outputs = move(linear, options, link, [tensor.reshape(-1) for tensor in tensors])
+    return (link, *outputs)
+
+
+def joined_link(tokens: Sequence[Token]) -> torch.Tensor | None:
+    """The sum of the tokens' links: a zero that depends on all of them."""
+    link: torch.Tensor | None = None
+    for token in tokens:
+        link = token.link if link is None else link + token.link
+    return link
+
+
+def _dtype(options: Options, outputs: Sequence[torch.Tensor]) -> torch.dtype | None:
+    return outputs[0].dtype if outputs else options.dtype
+
+
+@cache
+def _side_stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
+
+
+def _nothing() -> None:
+    pass

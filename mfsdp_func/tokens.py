@@ -1,0 +1,137 @@
+"""Tokens: explicit values that order later work after an operation, and carry the gradient link between operations."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+AnyStream: TypeAlias = torch.Stream | torch.cuda.Stream
+
+
+class Pending:
+    """Work in flight of one operation: it ends, once, when somebody waits for it.
+
+    On CPU, `finish` waits for the messages and unpacks them. On CUDA everything is already queued on a stream:
+    `event` says where, and `finish` has nothing to do. `keep` holds what the work still reads until then.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        finish: Callable[[], None],
+        keep: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        event: "torch.cuda.Event | None" = None,
+    ) -> None:
+        self.label = label
+        self._finish: Callable[[], None] | None = finish
+        self._keep: tuple[torch.Tensor, ...] = tuple(keep)
+        self._outputs: tuple[torch.Tensor, ...] = tuple(outputs)
+        self._event = event
+        self._error: BaseException | None = None
+        # A token may be dropped while peers still read our memory: what is in flight stays referenced until it ends.
+        if event is None:
+            _IN_FLIGHT.add(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._finish is None
+
+    def wait(self, stream: AnyStream | None = None) -> None:
+        """See `Token.wait`."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            _IN_FLIGHT.discard(self)
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            waiting = stream or torch.cuda.current_stream(self._outputs[0].device if self._outputs else None)
+            waiting.wait_event(self._event)
+            for output in self._outputs:
+                output.record_stream(waiting)
+            # Queued on `waiting` from here on: the allocator, told by record_stream, now guards the inputs too.
+            for tensor in self._keep:
+                tensor.record_stream(waiting)
+        else:
+            self._keep = ()
+
+
+_IN_FLIGHT: set[Pending] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Orders later work after an operation, and links its gradient to that of the next one.
+
+    A pytree with one child, `link`: a zero (float32, 0-D) that depends, for autograd, on the operation's inputs.
+    Passing the token on with ``after=`` threads the link, so that a rank whose own dict was empty still runs the
+    backward pass that its peers wait for. It passes through `torch.func` transforms and compiled regions, where no
+    work is ever pending.
+    """
+
+    link: torch.Tensor
+    pending: tuple[Pending, ...] = ()
+    dtype: torch.dtype | None = None
+    """Dtype of the operation's elements: what a rank that holds none takes the next operation's to be."""
+
+    @classmethod
+    def linked_to(cls, *tensors: torch.Tensor) -> "Token":
+        """A token of no operation, whose link depends on `tensors`.
+
+        For the first differentiated operation of a rank that holds nothing of a group: pass it with ``after=``.
+        """
+        # The sum of no elements: zero with a zero gradient, whatever the values.
+        nothing = [tensor.reshape(-1)[:0].sum() for tensor in tensors if tensor.is_floating_point()]
+        return cls(torch.stack([zero.float() for zero in nothing]).sum())
+
+    def wait(self, stream: AnyStream | None = None) -> None:
+        """Wait until the operation's results may be used; may be called any number of times.
+
+        CPU: blocks until the results are there. CUDA: makes `stream` (default: the current one) wait for the
+        operation, without blocking the host, and tells the allocator that the stream uses the results.
+
+        Raises:
+            RuntimeError: the operation's own error, at every call.
+        """
+        for work in self.pending:
+            work.wait(stream)
+
+
+After: TypeAlias = Token | Iterable[Token]
+
+
+def as_tokens(after: After) -> tuple[Token, ...]:
+    """The tokens of an ``after=`` argument: one, or any number of them.
+
+    Raises:
+        TypeError: if it holds anything else.
+    """
+    tokens = (after,) if isinstance(after, Token) else tuple(after)
+    for token in tokens:
+        if not isinstance(token, Token):
+            raise TypeError(f"after= takes a Token or an iterable of Tokens, got {type(token).__name__}")
+    return tokens
+
+
+def _flatten(token: Token) -> tuple[list[torch.Tensor], object]:
+    return [token.link], (token.pending, token.dtype)
+
+
+def _unflatten(children: Iterable[torch.Tensor], context: tuple[tuple[Pending, ...], torch.dtype | None]) -> Token:
+    (link,) = children
+    return Token(link, *context)
+
+
+pytree.register_pytree_node(
+    Token,
+    _flatten,  # pyright: ignore[reportArgumentType]
+    _unflatten,  # pyright: ignore[reportArgumentType]
+    serialized_type_name="mfsdp_func.Token",
+)

@@ -1,0 +1,121 @@
+"""What every carrier offers, and which one serves a mesh."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mfsdp_func.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call of one operation: the facts on which the ranks must agree.
+
+    Attributes:
+        label: the operation and its group, for messages.
+        digest: of the operation's plan; equal on all ranks.
+        mesh: the ranks that take part.
+        dtype: of the elements; None where this rank has none to send or receive.
+        batch: sizes of the batch dims that `torch.func.vmap` added, which trail in every tensor.
+        differentiated: whether autograd or `torch.func` follows this call on this rank; None where it need not.
+        forward: whether the program made the call, on all ranks in the same order; autograd makes the others.
+    """
+
+    label: str
+    digest: str
+    mesh: Mesh
+    dtype: torch.dtype | None
+    batch: tuple[int, ...]
+    differentiated: bool | None
+    forward: bool
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """What is compared, in words; an empty word agrees with everything."""
+        return {
+            "operation": self.label,
+            "plan": self.digest[:16],
+            "dtype": str(self.dtype).removeprefix("torch.") if self.dtype else "",
+            "batch size under vmap": "x".join(map(str, self.batch)) or "no vmap",
+            "differentiated": {None: "", False: "no", True: "yes"}[self.differentiated],
+        }
+
+    @cached_property
+    def tag(self) -> int:
+        """A positive 31-bit number that two ranks share only where their calls agree (up to hash collisions)."""
+        word = f"{self.digest} {self.dtype} {self.batch}".encode()
+        return int.from_bytes(hashlib.sha256(word).digest()[:4], "big") >> 1
+
+
+class Parcel(NamedTuple):
+    """One message: the memory of `parts`, one after the other, to or from global rank `peer`.
+
+    Parts are contiguous tensors of one dtype. Parcels of stage 0 have one part; the others are numbered per pair of
+    ranks, and a carrier that needs buffers for them handles a few stages at a time.
+    """
+
+    peer: int
+    stage: int
+    parts: tuple[torch.Tensor, ...]
+
+
+class Carrier(Protocol):
+    """Moves parcels between the ranks of a mesh. Every rank of the mesh makes every call, in the same order."""
+
+    def packing(self, mesh: Mesh) -> tuple[int, int]:
+        """In bytes: from which size on elements travel alone, and how large a packed message may be."""
+        ...
+
+    def device(self, mesh: Mesh) -> torch.device:
+        """Where elements live on a rank that has no tensor to tell it."""
+        ...
+
+    def tells_dtype(self, device: torch.device) -> bool:
+        """Whether `tell` and `listen` work for elements on `device`."""
+        ...
+
+    def tell(self, call: Call, peers: Sequence[int]) -> Callable[[], None]:
+        """Tell peers that hold nothing the dtype of what they will receive; return what waits for it."""
+        ...
+
+    def listen(self, call: Call, peer: int) -> torch.dtype:
+        """The dtype that `peer` tells."""
+        ...
+
+    def exchange(
+        self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
+    ) -> Callable[[], None]:
+        """Start sending and receiving; return what waits until both are done.
+
+        With `at_once` all messages are under way on return, whatever buffers that takes; else only a few stages are,
+        the rest follow while waiting, and buffers stay small.
+        """
+        ...
+
+    def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
+        """Records of equal length, one from each rank, in mesh order."""
+        ...
+
+
+class Simulated(NamedTuple):
+    """The carrier of a rank inside a simulated mesh."""
+
+    carrier: Carrier
+
+
+SIMULATED: ContextVar[Simulated | None] = ContextVar("mfsdp_func_simulated", default=None)
+
+
+def carrier_of(mesh: Mesh) -> Carrier:
+    """The carrier that serves a mesh here: the simulated one inside `simulate`, else the process groups."""
+    simulated = SIMULATED.get()
+    if simulated is not None:
+        return simulated.carrier
+    from mfsdp_func.transport.process_group import PROCESS_GROUPS
+
+    return PROCESS_GROUPS

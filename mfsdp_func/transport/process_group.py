@@ -1,0 +1,252 @@
+"""The carrier over torch.distributed: point-to-point messages of any process group that contains the mesh.
+
+Elements travel as bytes, so every dtype that torch stores can move. On gloo each message carries a tag made from the
+plan, the dtype and the batch, so that calls which do not agree never meet: they end at the group's timeout instead of
+mixing (gloo aborts the process when a message is larger than the buffer posted for it).
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+
+from mfsdp_func.mesh import Mesh
+from mfsdp_func.transport.carrier import Call, Parcel
+
+# Two gloo ranks on loopback, medians: a message costs about 60 us beyond its bytes, packing costs one more pass over
+# them in memory; the two meet near 128 KiB (examples/benchmarks/thresholds.py).
+DIRECT_NBYTES = 128 * 1024
+# Buffers for packed messages in flight, all peers together: two stages, each way.
+PACKED_NBYTES = 4 * 1024 * 1024
+_STAGES_IN_FLIGHT = 2
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_TELL_TAG = 0x6D667364
+
+
+class ProcessGroups:
+    """See `Carrier`. Without state but for the groups that have communicated before."""
+
+    def __init__(self) -> None:
+        self._warm: set[str] = set()
+
+    def packing(self, mesh: Mesh) -> tuple[int, int]:
+        return DIRECT_NBYTES, max(DIRECT_NBYTES, PACKED_NBYTES // (2 * _STAGES_IN_FLIGHT * max(1, mesh.size() - 1)))
+
+    def device(self, mesh: Mesh) -> torch.device:
+        if mesh.size() > 1 and not _carries(_group(mesh), "cpu"):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def tells_dtype(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def tell(self, call: Call, peers: Sequence[int]) -> Callable[[], None]:
+        if not peers or call.dtype is None:
+            return _nothing
+        code = torch.tensor([_DTYPES.index(call.dtype)])
+        works = [_isend(code, peer, _group(call.mesh), _tell_tag(call)) for peer in peers]
+        return lambda: _wait(works, code)
+
+    def listen(self, call: Call, peer: int) -> torch.dtype:
+        code = torch.empty(1, dtype=torch.int64)
+        _wait([_irecv(code, peer, _group(call.mesh), _tell_tag(call))])
+        return _DTYPES[int(code)]
+
+    def exchange(
+        self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
+    ) -> Callable[[], None]:
+        if call.mesh.size() == 1:
+            return _nothing
+        group = _group(call.mesh)
+        parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
+        if parts and parts[0].is_cuda:
+            self._warm_up(call.mesh, group, parts[0].device)
+            _run_stages(_by_stage(outgoing, incoming), lambda sends, receives: _post_batch(group, sends, receives))
+            return _nothing
+        if call.dtype is None:
+            return _nothing
+        stages = _by_stage(outgoing, incoming)
+        in_flight = len(stages) if at_once else 1 + _STAGES_IN_FLIGHT
+        return _run_stages_later(stages, lambda sends, receives: _post(group, call.tag, sends, receives), in_flight)
+
+    def _warm_up(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Let all ranks of a group communicate once: NCCL's first point-to-point batch may not leave a rank out."""
+        if group.group_name not in self._warm:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self._warm.add(group.group_name)
+
+    def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
+        if mesh.size() == 1:
+            return [record]
+        group, device = _group(mesh), self.device(mesh)
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
+        if set(dist.get_process_group_ranks(group)) == set(mesh.ranks):
+            all_records = [torch.empty_like(mine) for _ in mesh.ranks]
+            dist.all_gather(all_records, mine, group=group)
+            order = dist.get_process_group_ranks(group)
+            by_rank = dict(zip(order, all_records, strict=True))
+        else:
+            by_rank = {rank: torch.empty_like(mine) for rank in mesh.ranks}
+            by_rank[mesh.get_rank()] = mine
+            peers = [rank for rank in mesh.ranks if rank != mesh.get_rank()]
+            works = [_irecv(by_rank[peer], peer, group, _TELL_TAG) for peer in peers]
+            _wait(works + [_isend(mine, peer, group, _TELL_TAG) for peer in peers])
+        return [bytes(by_rank[rank].cpu().numpy().tobytes()) for rank in mesh.ranks]
+
+
+PROCESS_GROUPS = ProcessGroups()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _tell_tag(call: Call) -> int:
+    return (int(call.digest[:8], 16) ^ _TELL_TAG) >> 1
+
+
+def _group(mesh: Mesh) -> dist.ProcessGroup:
+    """A process group through which the ranks of a mesh can reach one another; none is ever created here.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"no process group is initialised, so {mesh} cannot communicate; start the program with torchrun and call"
+            " torch.distributed.init_process_group, or run it in one process with mfsdp_func.simulate"
+        )
+    if mesh.ndim == 1 and mesh.groups:
+        return _resolve_process_group(mesh.groups[0])
+    world = dist.group.WORLD
+    if world is None or max(mesh.ranks) >= dist.get_world_size():
+        raise RuntimeError(f"{mesh} has ranks beyond the {dist.get_world_size()} ranks of the default process group")
+    return world
+
+
+def _carries(group: dist.ProcessGroup, device: str) -> bool:
+    return device in {d.type for d in group._device_types}  # pyright: ignore[reportPrivateUsage]
+
+
+def _isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
+    return group.send([tensor], dist.get_group_rank(group, peer), tag)
+
+
+def _irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
+    return group.recv([tensor], dist.get_group_rank(group, peer), tag)
+
+
+def _wait(works: Sequence[Any], *keep: torch.Tensor) -> None:
+    for work in works:
+        work.wait()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The parts as one tensor where they lie side by side in one storage."""
+    first, at = parts[0], parts[0].data_ptr()
+    numel = 0
+    for part in parts:
+        if part.data_ptr() != at:
+            return None
+        at += part.nbytes
+        numel += part.numel()
+    if len(parts) > 1 and (numel + first.storage_offset()) * first.element_size() > first.untyped_storage().nbytes():
+        return None  # neighbours by chance, in different storages
+    return first.as_strided((numel,), (1,))
+
+
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined = _joined(parts)
+    return torch.cat([part.reshape(-1) for part in parts]) if joined is None else joined
+
+
+def _unpacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The memory to receive parts into, and what brings them from there to their places."""
+    joined = _joined(parts)
+    if joined is not None:
+        return joined, _nothing
+    flat = [part.view(-1) for part in parts]
+    buffer = flat[0].new_empty(sum(part.numel() for part in flat))
+    return buffer, lambda: torch._foreach_copy_(flat, buffer.split([part.numel() for part in flat]))  # pyright: ignore[reportPrivateUsage, reportReturnType]
+
+
+Stage = tuple[list[Parcel], list[Parcel]]
+Post = Callable[[Sequence[Parcel], Sequence[Parcel]], Callable[[], None]]
+
+
+def _by_stage(outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> list[Stage]:
+    stages: dict[int, Stage] = {}
+    for side, parcels in enumerate((outgoing, incoming)):
+        for number, group in groupby(parcels, key=lambda parcel: parcel.stage):
+            stages.setdefault(number, ([], []))[side].extend(group)
+    return [stages[number] for number in sorted(stages)]
+
+
+def _post(group: dist.ProcessGroup, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
+    """Post the messages of one stage to gloo; return what waits for them and unpacks."""
+    works: list[Any] = []
+    unpacks: list[Callable[[], None]] = []
+    buffers: list[torch.Tensor] = []
+    for parcel in receives:
+        buffer, unpack = _unpacked(parcel.parts)
+        works.append(_irecv(_as_bytes(buffer), parcel.peer, group, tag))
+        unpacks.append(unpack)
+        buffers.append(buffer)
+    for parcel in sends:
+        buffer = _packed(parcel.parts)
+        works.append(_isend(_as_bytes(buffer), parcel.peer, group, tag))
+        buffers.append(buffer)
+
+    def finish() -> None:
+        _wait(works, *buffers)
+        for unpack in unpacks:
+            unpack()
+
+    return finish
+
+
+def _post_batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
+    """Queue one stage on the current CUDA stream as one batch."""
+    incoming = [(parcel.peer, *_unpacked(parcel.parts)) for parcel in receives]
+    outgoing = [(parcel.peer, _packed(parcel.parts)) for parcel in sends]
+    operations = [dist.P2POp(dist.irecv, _as_bytes(buffer), peer, group) for peer, buffer, _ in incoming]
+    operations += [dist.P2POp(dist.isend, _as_bytes(buffer), peer, group) for peer, buffer in outgoing]
+    works = dist.batch_isend_irecv(operations)
+
+    def finish() -> None:
+        _wait(works)
+        for _, _, unpack in incoming:
+            unpack()
+
+    return finish
+
+
+def _run_stages(stages: Sequence[Stage], post: Post) -> None:
+    for sends, receives in stages:
+        post(sends, receives)()
+
+
+def _run_stages_later(stages: Sequence[Stage], post: Post, in_flight: int) -> Callable[[], None]:
+    """Post the first stages now; the function returned waits for them and posts the rest, a few at a time.
+
+    No deadlock: all ranks go through the stages in ascending order, so the lowest stage that anybody waits for has
+    been posted, or will be, by everybody who takes part in it.
+    """
+    waiting = [post(*stage) for stage in stages[:in_flight]]
+
+    def finish() -> None:
+        for number in range(len(stages)):
+            waiting[number]()
+            waiting[number] = _nothing
+            if number + in_flight < len(stages):
+                waiting.append(post(*stages[number + in_flight]))
+
+    return finish
