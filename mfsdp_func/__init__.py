@@ -1,5 +1,6 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
+from mfsdp_func import inplace
 from mfsdp_func.gather_scatter import gather, scatter
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
@@ -24,6 +25,7 @@ from mfsdp_func.plan import Plan
 from mfsdp_func.ranges import Range, intersect_ranges
 from mfsdp_func.tokens import Token
 from mfsdp_func.transport.agreement import agreement_check
+from mfsdp_func.transport.simulated import Simulation, SimulationError, simulate
 
 __all__ = [
     "BlockAtomic",
@@ -37,6 +39,8 @@ __all__ = [
     "Replicate",
     "RowAtomic",
     "ShardLayout",
+    "Simulation",
+    "SimulationError",
     "TensorAtomic",
     "Token",
     "agreement_check",
@@ -48,7 +52,9 @@ __all__ = [
     "build_row_atomic_layout",
     "changed_mesh_axis",
     "gather",
+    "inplace",
     "intersect_ranges",
     "ns_cost_fn",
     "scatter",
+    "simulate",
 ]

@@ -141,14 +141,19 @@ def _run(
     with faults_reported(plan):
         wiring = wiring_of(plan, owners)
         tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
-        inputs = _inputs(plan, wiring, source)
+        inputs = given_tensors(plan, wiring, source)
         options = check_tensors(plan, wiring.inputs, inputs, said[0], device, tokens)
     flat = [tensor.reshape(-1) for tensor in inputs]
     outputs, token = run(plan, options, flat, tokens, how[1], how[2])
     return _results(wiring, outputs, options), token
 
 
-def _inputs(plan: Plan, wiring: Wiring, source: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+def given_tensors(plan: Plan, wiring: Wiring, source: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The entries of `source` that this rank must give, in the plan's order.
+
+    Raises:
+        KeyError: if one is missing.
+    """
     try:
         return [source[i] for i in wiring.inputs]
     except KeyError:
@@ -222,5 +227,5 @@ def _in_graph(
     plan = plan_of(operation, owners, include_own)
     wiring = wiring_of(plan, owners)
     given = {i: tensor for i, tensor in zip(wiring.inputs, inputs, strict=True) if tensor is not None}
-    tensors = _inputs(plan, wiring, given)
+    tensors = given_tensors(plan, wiring, given)
     return run_in_graph(plan, wiring.inputs, tensors, dtype, hint, device, link, pending)

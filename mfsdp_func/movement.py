@@ -15,7 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.plan import Plan
@@ -245,6 +249,7 @@ class _Move(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         link, ctx.linear, ctx.options, *_ = inputs
         ctx.batch = link.shape
+        ctx.save_for_backward(output[0])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
@@ -253,7 +258,10 @@ class _Move(torch.autograd.Function):
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
             return (link, *[None] * (2 + len(ctx.linear.input_numels)))
         options = replace(ctx.options, forward=False, differentiated=False)
-        link, *gradients = _Move.apply(_batched(link), ctx.linear.transpose, options, *rest)
+        # The forward link makes this call depend on the forward inputs: a second derivative must come through here
+        # on every rank, also on one whose cotangents are constants.
+        (forward_link,) = ctx.saved_tensors
+        link, *gradients = _Move.apply(_batched(link + forward_link), ctx.linear.transpose, options, *rest)
         return (link, None, None, *gradients)
 
     @staticmethod
@@ -293,9 +301,10 @@ def _batched(link: torch.Tensor) -> torch.Tensor:
     levels = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
     if not levels:
         return link
-    zero = torch.zeros([level.batch_size() for level in levels], device=link.device)
-    for level in levels:
-        zero = _functorch._add_batch_dim(zero, 0, level.level())  # pyright: ignore[reportPrivateUsage]
+    with temporarily_clear_interpreter_stack():  # else the zero itself would belong to the innermost level
+        zero = torch.zeros([level.batch_size() for level in levels], device=link.device)
+        for level in levels:
+            zero = _functorch._add_batch_dim(zero, 0, level.level())  # pyright: ignore[reportPrivateUsage]
     return link + zero
 
 

@@ -5,9 +5,8 @@ order, takes over. So the order of events, and every bit of every result, depend
 copied when they are sent.
 """
 
-import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -18,6 +17,7 @@ from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import SIMULATED, Call, Parcel, Simulated
 from mfsdp_func.transport.poison import PoisonMode
+from mfsdp_func.transport.rank_state import ProcessState, shared_dual_level
 
 Result = TypeVar("Result")
 
@@ -95,12 +95,11 @@ class _Rank:
     """One simulated rank: its thread, its turn, and what it waits for."""
 
     mesh: Mesh
+    process: ProcessState
     turn: threading.Event = field(default_factory=threading.Event)
     ready: Callable[[], bool] | None = None
     waits: Callable[[], str] = lambda: ""
     finished: bool = False
-    torch_state: torch.Tensor | None = None
-    python_state: Any = None
     calls: list["_Posted"] = field(default_factory=list)
     by_plan: dict[str, list["_Posted"]] = field(default_factory=dict)
     gathers: list[bytes] = field(default_factory=list)
@@ -123,10 +122,7 @@ class _World:
 
     def __init__(self, mesh: Mesh, seed: int, poison: bool) -> None:
         self.mesh, self.poison = mesh, poison
-        self.ranks = {rank: _Rank(mesh.with_rank(rank)) for rank in mesh.ranks}
-        for rank, state in self.ranks.items():
-            state.torch_state = torch.Generator().manual_seed(seed + rank).get_state()
-            state.python_state = random.Random(seed + rank).getstate()
+        self.ranks = {rank: _Rank(mesh.with_rank(rank), ProcessState.seeded(seed + rank)) for rank in mesh.ranks}
         self.trace: list[Sent] = []
         self.failure: tuple[int, BaseException] | None = None
         self.ended = threading.Event()
@@ -137,16 +133,15 @@ class _World:
             threading.Thread(target=self._run_rank, args=(rank, program, results), name=f"rank {rank}", daemon=True)
             for rank in self.mesh.ranks
         ]
-        before = torch.get_rng_state(), random.getstate()
-        with _enough_recompiles(len(threads)):
+        before = ProcessState.current()
+        with shared_dual_level(), _enough_recompiles(len(threads)):
             for thread in threads:
                 thread.start()
-            self._hand_over(self.ranks[self.mesh.ranks[0]])
+            self.ranks[self.mesh.ranks[0]].turn.set()
             self.ended.wait()
             for thread in threads:
                 thread.join()
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+        before.restore()
         if self.failure is not None:
             rank, error = self.failure
             error.add_note(f"raised on simulated rank {rank} of {self.mesh}")
@@ -158,7 +153,7 @@ class _World:
         state.turn.wait()
         try:
             if self.failure is None:
-                self._take_over(state)
+                state.process.restore()
                 with ExitStack() as stack:
                     poison = stack.enter_context(PoisonMode(rank)) if self.poison else None
                     SIMULATED.set(Simulated(_SimulatedCarrier(self, state, poison)))
@@ -174,14 +169,6 @@ class _World:
 
     # The baton.
 
-    def _take_over(self, state: _Rank) -> None:
-        if state.torch_state is not None:
-            torch.set_rng_state(state.torch_state)
-            random.setstate(state.python_state)
-
-    def _hand_over(self, to: _Rank) -> None:
-        to.turn.set()
-
     def _pass_on(self, state: _Rank) -> None:
         """Give the baton to the next rank that can go on; end the run if there is none."""
         following = [rank for rank in self._after(state) if not rank.finished]
@@ -192,12 +179,12 @@ class _World:
         if not able:
             self.failure = (following[0].id, SimulationError(self._deadlock(following)))
             able = following
-        self._hand_over(able[0])
+        able[0].turn.set()
 
     def _after(self, state: _Rank) -> list[_Rank]:
         order = self.mesh.ranks
         at = order.index(state.id) + 1
-        return [self.ranks[rank] for rank in (*order[at:], *order[: at])]
+        return [self.ranks[rank] for rank in (*order[at:], *order[:at])]
 
     def wait_until(self, state: _Rank, ready: Callable[[], bool], waits: Callable[[], str]) -> None:
         """Let other ranks run until `ready()`."""
@@ -205,7 +192,7 @@ class _World:
             raise _Aborted
         if ready():
             return
-        state.torch_state, state.python_state = torch.get_rng_state(), random.getstate()
+        state.process = ProcessState.current()
         state.ready, state.waits = ready, waits
         state.turn.clear()
         self._pass_on(state)
@@ -213,7 +200,7 @@ class _World:
         if self.failure is not None:
             raise _Aborted
         state.ready = None
-        self._take_over(state)
+        state.process.restore()
 
     def _deadlock(self, waiting: Sequence[_Rank]) -> str:
         lines = [f"rank {rank.id} waits {rank.waits()}" for rank in sorted(waiting, key=lambda rank: rank.id)]
@@ -336,6 +323,3 @@ def _plan_key(call: Call) -> str:
 
 def _nothing() -> None:
     pass
-
-
-Results = Mapping[int, Any]
