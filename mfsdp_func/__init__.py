@@ -1,6 +1,8 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
 from mfsdp_func import inplace
+from mfsdp_func.buffer_spec import BufferSpec
+from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
 from mfsdp_func.gather_scatter import gather, scatter
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
@@ -29,6 +31,8 @@ from mfsdp_func.transport.simulated import Simulation, SimulationError, simulate
 
 __all__ = [
     "BlockAtomic",
+    "BufferSpec",
+    "DBuffer",
     "GlobalLayout",
     "GroupOwnerLayout",
     "Mesh",
@@ -44,6 +48,8 @@ __all__ = [
     "TensorAtomic",
     "Token",
     "agreement_check",
+    "allgather",
+    "allreduce",
     "as_mesh",
     "assign_owner_work",
     "build_for_row_atomic",
@@ -55,6 +61,8 @@ __all__ = [
     "inplace",
     "intersect_ranges",
     "ns_cost_fn",
+    "redistribute",
+    "reduce_scatter",
     "scatter",
     "simulate",
 ]

@@ -23,6 +23,8 @@ class GlobalLayout:
         tensor_to_offset: where each tensor starts.
         size: number of elements of the whole buffer, padding included.
         rank_to_offset: where the segment of each shard index starts; a segment ends where the next one starts.
+        stores_equal_segments: every rank stores as many elements as the largest segment has, the rest being padding
+            behind its own segment that is no part of the buffer's offsets.
 
     Raises:
         ValueError: on a negative size, offset or dim, unequal lengths, a tensor past the end, overlapping tensors, or
@@ -37,6 +39,7 @@ class GlobalLayout:
     tensor_to_offset: tuple[int, ...]
     size: int
     rank_to_offset: tuple[int, ...]
+    stores_equal_segments: bool
 
     def __init__(
         self,
@@ -44,11 +47,14 @@ class GlobalLayout:
         tensor_to_offset: Iterable[int],
         size: int,
         rank_to_offset: Iterable[int],
+        *,
+        stores_equal_segments: bool = False,
     ) -> None:
         object.__setattr__(self, "tensor_shapes", tuple(map(torch.Size, tensor_shapes)))
         object.__setattr__(self, "tensor_to_offset", tuple(map(int, tensor_to_offset)))
         object.__setattr__(self, "size", int(size))
         object.__setattr__(self, "rank_to_offset", tuple(map(int, rank_to_offset)))
+        object.__setattr__(self, "stores_equal_segments", stores_equal_segments)
         self._validate()
 
     def _validate(self) -> None:
@@ -85,14 +91,15 @@ class GlobalLayout:
             count = len(self.tensor_shapes)
             return f"GlobalLayout({count} tensors, size={self.size}, {self.dp_size} ranks, digest={self.digest[:12]})"
         shapes = [tuple(shape) for shape in self.tensor_shapes]
-        return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)})"
+        storage = ", stores_equal_segments=True" if self.stores_equal_segments else ""
+        return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)}{storage})"
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset))
+        return hash((self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in GlobalLayout.__dataclass_fields__}
@@ -100,7 +107,8 @@ class GlobalLayout:
     @cached_property
     def digest(self) -> str:
         """A hash of the value that is the same in every process (Python's own is salted for strings only)."""
-        value = (list(map(tuple, self.tensor_shapes)), self.tensor_to_offset, self.size, self.rank_to_offset)
+        shapes = list(map(tuple, self.tensor_shapes))
+        value = (shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments)
         return hashlib.sha256(repr(value).encode()).hexdigest()
 
     @cached_property

@@ -117,6 +117,43 @@ def build_for_row_atomic_unpadding(
     return GlobalLayout(sizes, ends[:-1], size, [nearest(k) for k in range(dp_size)])
 
 
+def build_for_row_atomic_balanced(shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1) -> GlobalLayout:
+    """Equal stored segments: tensors back to back in order, cut at row (block) boundaries so that the largest segment is
+    the least possible; every rank stores that many elements, padding only behind its own segment.
+
+    Guarantee: the largest segment has at most ``size / dp_size`` plus the largest row (block) elements, whatever the
+    row sizes are to one another. Cost: joining segments to a whole buffer copies them once more, to leave the padding
+    out. Source: the linear partition problem, by bisection over the largest segment with a greedy cut.
+
+    Args and errors as in `build_for_row_atomic`.
+
+    >>> build_for_row_atomic_balanced([(3, 4), (2, 5)], 2)
+    GlobalLayout([(3, 4), (2, 5)], [0, 12], 22, [0, 12], stores_equal_segments=True)
+    """
+    sizes, units = _check(shapes, dp_size, block_size)
+    ends = list(accumulate((size.numel() for size in sizes), initial=0))
+    size = ends[-1]
+
+    def cuts(limit: int) -> list[int] | None:
+        """Where segments of at most `limit` elements start, each as long as it can be; None if they do not suffice."""
+        starts = [0]
+        while starts[-1] + limit < size:
+            reach = starts[-1] + limit
+            i = bisect_right(ends, reach) - 1
+            starts.append(ends[i] + (reach - ends[i]) // units[i] * units[i])
+            if starts[-1] == starts[-2] or len(starts) > dp_size:
+                return None
+        return starts
+
+    low, high = -(-size // dp_size), -(-size // dp_size) + max(units, default=0)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cuts(middle) else (middle + 1, high)
+    starts = cuts(low) or [0]
+    starts += [size] * (dp_size - len(starts))
+    return GlobalLayout(sizes, ends[:-1], size, starts, stores_equal_segments=True)
+
+
 def build_for_tensor_atomic(
     shapes: Iterable[Iterable[int]], dp_size: int, *, tensor_owners: Iterable[int]
 ) -> GlobalLayout:
@@ -180,4 +217,5 @@ def _align(value: int, multiple: int) -> int:
 _ROW_BUILDERS: dict[ShardLayout, Callable[..., GlobalLayout]] = {
     ShardLayout.PADDED: build_for_row_atomic,
     ShardLayout.UNPADDED: build_for_row_atomic_unpadding,
+    ShardLayout.BALANCED: build_for_row_atomic_balanced,
 }

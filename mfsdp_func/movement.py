@@ -21,10 +21,12 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 
+from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.plan import Plan
 from mfsdp_func.transport import Call, Carrier, carrier_of
 from mfsdp_func.transport.agreement import agree, checking
+from mfsdp_func.transport.collectives import start_collective
 from mfsdp_func.transport.exchange import empty_outputs, start_exchange
 
 
@@ -98,6 +100,26 @@ def _(
     at_once: bool,
 ) -> Callable[[], None]:
     return start_exchange(linear, carrier, call, inputs, outputs, at_once=at_once)
+
+
+@allocate.register
+def _(
+    linear: Collective, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
+) -> tuple[torch.Tensor, ...]:
+    make = torch.empty if linear.stored is None else torch.zeros
+    return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in linear.output_numels)
+
+
+@start.register
+def _(
+    linear: Collective,
+    carrier: Carrier,
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    at_once: bool,
+) -> Callable[[], None]:
+    return start_collective(linear, carrier, call, inputs[0], outputs[0], at_once=at_once)
 
 
 @dataclass(frozen=True)

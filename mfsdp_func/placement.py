@@ -28,6 +28,8 @@ class ShardLayout(enum.Enum):
     """Equal segments; every boundary is a multiple of every row size, so padding grows with their LCM."""
     UNPADDED = "unpadded"
     """No padding; each segment ends at the row boundary nearest to an even split, so segments are unequal."""
+    BALANCED = "balanced"
+    """Equal *stored* segments: cut at row boundaries so that the largest is the least possible, padded at their ends."""
 
 
 class _FlatShard(Shard):

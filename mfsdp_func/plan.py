@@ -230,13 +230,16 @@ class Plan:
         )
 
     def _teller(self, rank: int) -> int | None:
-        """The holder of the first elements that `rank` receives, where `rank` itself holds none."""
+        """The sender of the first elements that `rank` receives, where `rank` itself gives none."""
         peers = self.mesh.shard_ranks(self.axes, rank)
         me = self.mesh.shard_index(self.axes, rank)
         if self._slots(self.source, "source", me, len(peers)):
             return None
-        outputs = self._slots(self.target, "target", me, len(peers))
-        return peers[self.source.shards_of(outputs[0].tensor, outputs[0].part, len(peers))[0][0]] if outputs else None
+        for slot in self._slots(self.target, "target", me, len(peers)):
+            for k, _ in self.source.shards_of(slot.tensor, slot.part, len(peers)):
+                if k != me:
+                    return peers[k]
+        return None
 
     def _slots(self, layout: GlobalLayout, side: Side, shard: int, count: int) -> tuple[Slot, ...]:
         held = [(i, part) for i, part in layout.tensors_in(layout.get_segment(shard, count)) if i in self._participating]

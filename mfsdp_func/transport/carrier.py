@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 
 
@@ -95,6 +96,12 @@ class Carrier(Protocol):
         With `at_once` all messages are under way on return, whatever buffers that takes; else only a few stages are,
         the rest follow while waiting, and buffers stay small.
         """
+        ...
+
+    def collective(
+        self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Start the backend's own collective; None where it has none for this case."""
         ...
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:

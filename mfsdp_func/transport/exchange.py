@@ -34,10 +34,10 @@ def start_exchange(
     scale = math.prod(call.batch)
     element_nbytes = scale * call.dtype.itemsize if call.dtype else 0
     told = carrier.tell(call, view.told) if view.told and carrier.tells_dtype(inputs[0].device) else None
-    if not element_nbytes:
-        return told or _nothing
-    direct, packed = carrier.packing(call.mesh)
-    sends, receives = group_messages(view, max(1, direct // element_nbytes), max(1, packed // element_nbytes))
+    sends, receives = (), ()  # a rank that moves nothing makes its call all the same
+    if element_nbytes:
+        direct, packed = carrier.packing(call.mesh)
+        sends, receives = group_messages(view, max(1, direct // element_nbytes), max(1, packed // element_nbytes))
     finish = carrier.exchange(call, _parcels(sends, inputs), _parcels(receives, outputs), at_once=at_once)
     _copy(view, inputs, outputs)  # while messages are under way
 
@@ -87,7 +87,3 @@ def _copy(view: RankView, inputs: Sequence[torch.Tensor], outputs: Sequence[torc
 
 def _slice(tensor: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     return tensor if numel == tensor.shape[0] else tensor.narrow(0, start, numel)
-
-
-def _nothing() -> None:
-    pass

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 
+from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.carrier import Call, Parcel
+from mfsdp_func.transport.native import native_collective
 
 # Two gloo ranks on loopback, medians: a message costs about 60 us beyond its bytes, packing costs one more pass over
 # them in memory; the two meet near 128 KiB (examples/benchmarks/thresholds.py).
@@ -78,6 +80,11 @@ class ProcessGroups:
         if group.group_name not in self._warm:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._warm.add(group.group_name)
+
+    def collective(
+        self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
+    ) -> Callable[[], None] | None:
+        return native_collective(call, collective, source, target)
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         if mesh.size() == 1:

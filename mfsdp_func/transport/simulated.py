@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import SIMULATED, Call, Parcel, Simulated
@@ -303,6 +304,11 @@ class _SimulatedCarrier:
             lambda: f"in {call.label} (call {number}) for rank {peer}",
         )
         return self._calls(other, call)[number]
+
+    def collective(
+        self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
+    ) -> Callable[[], None] | None:
+        return None
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         number = len(self._state.gathers)

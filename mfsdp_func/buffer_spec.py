@@ -1,0 +1,126 @@
+"""What a flat buffer is, apart from its elements: a layout, cut over a mesh by placements."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from weakref import WeakValueDictionary
+
+from mfsdp_func.collective import Collective, Kind
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.placement import Partial, Placement, Replicate, Shard, is_flat_shard
+from mfsdp_func.ranges import Range
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class BufferSpec:
+    """A mesh, one placement per axis, and a layout: where this rank's local buffer lies.
+
+    Raises:
+        ValueError: if the placements do not fit the mesh or the layout, a shard stands before another placement, or a
+            shard is not one of a flat buffer (`RowAtomic`, `BlockAtomic`, `TensorAtomic`).
+        NotImplementedError: on a `Partial` of another reduction than "sum" or "avg".
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    layout: GlobalLayout
+    key: str = field(init=False)
+    """The value as a string: what compiled code guards on."""
+
+    def __init__(self, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout) -> None:
+        value, chosen = as_mesh(mesh), tuple(placements)
+        layout.check_placements(value, chosen)
+        for axis, placement in enumerate(chosen):
+            _check_placement(value, chosen, axis, placement)
+        object.__setattr__(self, "mesh", value)
+        object.__setattr__(self, "placements", chosen)
+        object.__setattr__(self, "layout", layout)
+        words = f"{value.digest} {value.rank} {chosen} {layout.digest}"
+        object.__setattr__(self, "key", hashlib.sha256(words.encode()).hexdigest())
+        object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
+
+    @staticmethod
+    def from_key(key: str) -> "BufferSpec":
+        """The living value with a given `key`."""
+        return _BY_KEY[key]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, BufferSpec) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"BufferSpec({self.mesh}, {list(self.placements)}, {self.layout})"
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return BufferSpec, (self.mesh, self.placements, self.layout)
+
+    @cached_property
+    def local_range(self) -> Range:
+        """The elements of the buffer that this rank holds."""
+        return self.layout.get_local_range(self.mesh, self.placements)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any axis cuts the buffer."""
+        return isinstance(self.placements[-1], Shard)
+
+    @cached_property
+    def local_numel(self) -> int:
+        """Number of elements that this rank stores, padding included."""
+        return self.stored_numel or self.local_range.numel
+
+    @cached_property
+    def stored_numel(self) -> int | None:
+        """Number of elements that every rank stores, where the layout stores equal segments of unequal content."""
+        if not (self.is_sharded and self.layout.stores_equal_segments):
+            return None
+        axes = self.layout.check_placements(self.mesh, self.placements)
+        count = len(self.mesh.shard_ranks(axes, self.mesh.get_rank()))
+        return max(self.layout.get_segment(k, count).numel for k in range(count))
+
+    def replace(self, axis: int, placement: Placement) -> "BufferSpec":
+        """The same buffer with another placement on one axis."""
+        return BufferSpec(
+            self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]), self.layout
+        )
+
+
+def _check_placement(mesh: Mesh, placements: Sequence[Placement], axis: int, placement: Placement) -> None:
+    where = f"buffer placements {tuple(placements)}, axis {mesh.axis_names[axis]!r}"
+    if isinstance(placement, Partial):
+        if placement.reduce_op not in ("sum", "avg"):
+            raise NotImplementedError(f'{where}: only Partial("sum") and Partial("avg") can be reduced')
+    elif isinstance(placement, Shard):
+        if not is_flat_shard(placement):
+            raise ValueError(f"{where}: {placement} does not cut a flat buffer; use RowAtomic() or its like")
+    elif not isinstance(placement, Replicate):
+        raise ValueError(f"{where}: expected Replicate(), Partial(...) or a shard, got {placement!r}")
+    if axis and isinstance(placements[axis - 1], Shard) and not isinstance(placement, Shard):
+        raise ValueError(
+            f"{where}: a shard stands before {placement}; shards must be the last placements, so that a rank holds one"
+            " contiguous range"
+        )
+
+
+@lru_cache(maxsize=4096)
+def collective_of(spec: BufferSpec, kind: Kind, axis: int, average: bool, deterministic: bool) -> Collective:
+    """The collective along an axis between the ranges of the line through this rank.
+
+    For "allgather" and "reduce_scatter", `spec` is the buffer as the axis cuts it; for "allreduce", as it is.
+    """
+    line = spec.mesh.axis_ranks(axis)
+    group = f"{spec.placements} {spec.layout.digest}"
+    if kind == "allreduce":
+        sizes = (spec.local_numel, *[0] * (len(line) - 1))
+        return Collective(kind, spec.mesh, axis, sizes, None, average, deterministic, group)
+    sizes = tuple(spec.layout.get_rank_range(spec.mesh, spec.placements, rank).numel for rank in line)
+    stored = (spec.local_numel, spec.replace(axis, Replicate()).local_numel) if spec.stored_numel else None
+    return Collective(kind, spec.mesh, axis, sizes, stored, average, deterministic, group)
+
+
+# Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
+_BY_KEY: WeakValueDictionary[str, BufferSpec] = WeakValueDictionary()

@@ -1,0 +1,411 @@
+"""`DBuffer`: one flat buffer over a mesh as a value, and the pure operations that change its placements."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mfsdp_func.buffer_spec import BufferSpec, collective_of
+from mfsdp_func.collective import Kind
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.mesh import Mesh, MeshLike
+from mfsdp_func.operation import check_tensors, faults_reported, run
+from mfsdp_func.placement import Partial, Placement, Replicate, Shard, changed_mesh_axis
+from mfsdp_func.ranges import Range, intersect_ranges
+from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DBuffer:
+    """A flat buffer over a mesh: what it is (`spec`), and the elements that this rank stores.
+
+    A pytree whose one leaf is `local_buffer`, so `torch.func` transforms and optimizers map over it like over a
+    tensor. Operations return new buffers; as methods they are waited for, as functions they return a token.
+
+    Attributes:
+        spec: mesh, placements and layout.
+        local_buffer: 1-D, this rank's range of the buffer, padding included.
+    """
+
+    spec: BufferSpec
+    local_buffer: torch.Tensor
+
+    @classmethod
+    def from_local(
+        cls, local_buffer: torch.Tensor, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout
+    ) -> "DBuffer":
+        """A buffer around this rank's storage, which is not copied.
+
+        Raises:
+            ValueError: if the storage is not 1-D of the right size, or placements do not fit; see `BufferSpec`.
+            TypeError: if an integer buffer is to be averaged.
+        """
+        spec = BufferSpec(mesh, placements, layout)
+        if local_buffer.dim() != 1 or local_buffer.numel() != spec.local_numel:
+            raise ValueError(
+                f"DBuffer.from_local: rank {spec.mesh.get_rank()} gave a tensor of shape {tuple(local_buffer.shape)},"
+                f" expected ({spec.local_numel},): its range {spec.local_range} of {spec}"
+            )
+        _check_dtype(spec, local_buffer.dtype)
+        return cls(spec, local_buffer)
+
+    @classmethod
+    def empty(
+        cls,
+        mesh: Mesh | MeshLike,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "DBuffer":
+        """A buffer of unspecified elements. Errors as `from_local`."""
+        spec = BufferSpec(mesh, placements, layout)
+        _check_dtype(spec, dtype or torch.get_default_dtype())
+        return cls(spec, torch.empty(spec.local_numel, dtype=dtype, device=device))
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+        mesh: Mesh | MeshLike,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
+    ) -> "DBuffer":
+        """A buffer with this rank's part of full tensors that every rank has alike. No communication; differentiable.
+
+        Args:
+            tensors: one full tensor per tensor of the layout, or a dict of at least those that meet this rank's range.
+            mesh: see `BufferSpec`.
+            placements: `Replicate()` or shards; see `BufferSpec`.
+            layout: see `BufferSpec`.
+
+        Raises:
+            ValueError: on a `Partial` placement, a missing tensor, or one of another shape.
+            TypeError: on mixed dtypes.
+        """
+        spec = BufferSpec(mesh, placements, layout)
+        if any(isinstance(placement, Partial) for placement in spec.placements):
+            raise ValueError(f"DBuffer.distribute_tensors: {spec.placements} holds a Partial; distribute, then relabel")
+        given = tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))
+        pieces: list[torch.Tensor] = []
+        cursor, example = spec.local_range.start, next(iter(given.values()), torch.empty(0))
+        for i, part in layout.tensors_in(spec.local_range):
+            if i not in given or given[i].shape != layout.tensor_shapes[i]:
+                got = tuple(given[i].shape) if i in given else "nothing"
+                raise ValueError(
+                    f"DBuffer.distribute_tensors: tensor {i} must have its full shape {tuple(layout.tensor_shapes[i])},"
+                    f" got {got}"
+                )
+            if given[i].dtype != example.dtype:
+                raise TypeError(
+                    f"DBuffer.distribute_tensors: tensor {i} is {given[i].dtype}, others are {example.dtype};"
+                    " one buffer has one dtype"
+                )
+            start = layout.tensor_to_offset[i] + part.start
+            pieces += [example.new_zeros(start - cursor), given[i].reshape(-1)[part.start : part.end]]
+            cursor = start + part.numel
+        pieces.append(example.new_zeros(spec.local_range.start + spec.local_numel - cursor))
+        return cls(spec, torch.cat(pieces))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that share the buffer."""
+        return self.spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self.spec.placements
+
+    @property
+    def layout(self) -> GlobalLayout:
+        """Where tensors and segments lie."""
+        return self.spec.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        return self.local_buffer.dtype
+
+    def __repr__(self) -> str:
+        return f"DBuffer({list(self.placements)}, {self.dtype}, {tuple(self.local_buffer.shape)}, {self.mesh}, {self.layout})"
+
+    def get_local_part(self, tensor_index: int) -> Range:
+        """Which elements of a tensor this rank holds; empty where it holds none."""
+        whole, mine = self.layout.get_tensor_range(tensor_index), self.spec.local_range
+        met = intersect_ranges(whole, mine)
+        return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
+
+    def get_tensor_view(self, tensor_index: int) -> torch.Tensor:
+        """This rank's part of a tensor, as a view: whole rows of shape ``(rows, *shape[1:])``, possibly zero of them.
+
+        Flat, alike on all ranks, where the layout splits a row of this tensor.
+
+        Raises:
+            IndexError: if there is no such tensor.
+        """
+        part = self.get_local_part(tensor_index)
+        shape = self.layout.tensor_shapes[tensor_index]
+        start = self.layout.tensor_to_offset[tensor_index] + part.start - self.spec.local_range.start if part.numel else 0
+        flat = self.local_buffer[start : start + part.numel]
+        if part.numel == shape.numel():
+            return flat.view(shape)
+        axes = self.layout.check_placements(self.mesh, self.placements)
+        if self.layout.keeps_rows(tensor_index, len(self.mesh.shard_ranks(axes))):
+            return flat.view(-1, *shape[1:]) if part.numel else flat.view(0, *shape[1:])
+        return flat
+
+    def tensor_views(self) -> dict[int, torch.Tensor]:
+        """The parts of all tensors of which this rank holds an element, by tensor index."""
+        return {i: self.get_tensor_view(i) for i, _ in sorted(self.layout.tensors_in(self.spec.local_range))}
+
+    def cast(self, dtype: torch.dtype) -> "DBuffer":
+        """The buffer in another dtype; itself where it has that dtype.
+
+        Raises:
+            TypeError: if an integer buffer were to be averaged.
+        """
+        _check_dtype(self.spec, dtype)
+        return DBuffer(self.spec, self.local_buffer.to(dtype))
+
+    def allgather(self, axis: str | int) -> "DBuffer":
+        """Sharded -> `Replicate` along an axis; see the function of the same name."""
+        return allgather(self, axis)[0]
+
+    def allreduce(self, axis: str | int, *, deterministic: bool = False) -> "DBuffer":
+        """`Partial` -> `Replicate` along an axis; see the function of the same name."""
+        return allreduce(self, axis, deterministic=deterministic)[0]
+
+    def reduce_scatter(self, axis: str | int, placement: Placement, *, deterministic: bool = False) -> "DBuffer":
+        """`Partial` -> sharded along an axis; see the function of the same name."""
+        return reduce_scatter(self, axis, placement, deterministic=deterministic)[0]
+
+    def redistribute(self, placements: Sequence[Placement], *, deterministic: bool = False) -> "DBuffer":
+        """Any placements that can be reached; see the function of the same name."""
+        return redistribute(self, placements, deterministic=deterministic)[0]
+
+    def get_dtensor(self, tensor_index: int) -> "DTensor":
+        """A tensor as a `DTensor` with its logical global shape; see `mfsdp_func.dtensor.to_dtensor`."""
+        from mfsdp_func.dtensor import to_dtensor
+
+        return to_dtensor(self, tensor_index)
+
+    def view(self, placements: Sequence[Placement]) -> "DBuffer":
+        """`Replicate` -> sharded along one axis: a view of this rank's part. No communication; shares storage.
+
+        Also relabels `Replicate` as ``Partial("avg")``. Its transpose is the `Partial` buffer with zeros around.
+
+        Raises:
+            ValueError: on any other change; see `BufferSpec`.
+            NotImplementedError: if more than one axis changes.
+        """
+        axis = changed_mesh_axis(self.placements, placements)
+        if axis is None:
+            return self
+        before, after = self.placements[axis], placements[axis]
+        if not isinstance(before, Replicate) or (isinstance(after, Partial) and after.reduce_op != "avg"):
+            remedy = (
+                "it would multiply the value by the number of ranks; use Partial('avg')"
+                if isinstance(before, Replicate)
+                else "only Replicate can be viewed otherwise; use redistribute"
+            )
+            raise ValueError(f"view: cannot change {before} to {after} on axis {self.mesh.axis_names[axis]!r}: {remedy}")
+        spec = self.spec.replace(axis, after)
+        _check_dtype(spec, self.dtype)
+        if isinstance(after, Partial):
+            return DBuffer(spec, self.local_buffer)
+        start = spec.local_range.start - self.spec.local_range.start
+        local = self.local_buffer[start : start + spec.local_range.numel]
+        if spec.local_numel != local.numel():
+            local = torch.nn.functional.pad(local, (0, spec.local_numel - local.numel()))
+        return DBuffer(spec, local)
+
+
+def allgather(
+    buffer: DBuffer, axis: str | int, *, after: After = (), stream: AnyStream | None = None, async_op: bool = False
+) -> tuple[DBuffer, Token]:
+    """Sharded -> `Replicate`: join the segments of all ranks along a mesh axis. Every rank of the mesh calls.
+
+    The axis must be the outermost sharded one, so that what is joined is one range. Transpose: `reduce_scatter`.
+    For `after`, `stream` and `async_op` see `gather`.
+
+    Raises:
+        ValueError: if the axis is not sharded, or another one must be gathered before it.
+    """
+    index = buffer.mesh.axis_index(axis)
+    if not isinstance(buffer.placements[index], Shard):
+        raise ValueError(f"allgather: axis {axis!r} is {buffer.placements[index]}, expected a shard; see redistribute")
+    if index and isinstance(buffer.placements[index - 1], Shard):
+        raise ValueError(f"allgather: axis {index - 1} of {buffer.placements} is sharded too and must be gathered first")
+    target = buffer.spec.replace(index, Replicate())
+    return _collective("allgather", buffer, buffer.spec, target, index, False, (after, stream, async_op))
+
+
+def reduce_scatter(
+    buffer: DBuffer,
+    axis: str | int,
+    placement: Placement,
+    *,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+    deterministic: bool = False,
+) -> tuple[DBuffer, Token]:
+    """`Partial` -> sharded: add the buffers of all ranks along a mesh axis, and keep this rank's segment of the sum.
+
+    ``Partial("avg")`` divides by the size of the axis. With `deterministic` the sum is a fold in the order of the axis
+    (halves in float32), bitwise alike on every carrier; it takes as much memory as the whole range once more.
+
+    Raises:
+        ValueError: if the axis is not `Partial`, or `placement` is no shard that may stand there; see `BufferSpec`.
+        TypeError: on dtypes that cannot be added.
+    """
+    index = buffer.mesh.axis_index(axis)
+    _require_partial("reduce_scatter", buffer, index)
+    if not isinstance(placement, Shard):
+        raise ValueError(f"reduce_scatter: the new placement must be a shard, got {placement!r}")
+    spec = buffer.spec.replace(index, placement)
+    return _collective("reduce_scatter", buffer, spec, spec, index, deterministic, (after, stream, async_op))
+
+
+def allreduce(
+    buffer: DBuffer,
+    axis: str | int,
+    *,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+    deterministic: bool = False,
+) -> tuple[DBuffer, Token]:
+    """`Partial` -> `Replicate`: add the buffers of all ranks along a mesh axis. Its own transpose.
+
+    For ``Partial("avg")`` and `deterministic` see `reduce_scatter`.
+
+    Raises:
+        ValueError: if the axis is not `Partial`.
+        TypeError: on dtypes that cannot be added.
+    """
+    index = buffer.mesh.axis_index(axis)
+    _require_partial("allreduce", buffer, index)
+    target = buffer.spec.replace(index, Replicate())
+    return _collective("allreduce", buffer, buffer.spec, target, index, deterministic, (after, stream, async_op))
+
+
+def redistribute(
+    buffer: DBuffer,
+    placements: Sequence[Placement],
+    *,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+    deterministic: bool = False,
+) -> tuple[DBuffer, Token]:
+    """Reach any placements by the operations of the table, axis after axis; the last one may stay in flight.
+
+    Sums come first (innermost axis first, where they end in shards), then gathers (outermost first), then views.
+
+    Raises:
+        ValueError: if a step is refused, as `Replicate` -> ``Partial("sum")`` and shard -> `Partial` are.
+    """
+    target = tuple(placements)
+    spec = BufferSpec(buffer.mesh, target, buffer.layout)
+    _check_dtype(spec, buffer.dtype)
+    steps = _steps(buffer.placements, target)
+    token = Token(torch.zeros((), device=buffer.local_buffer.device), dtype=buffer.dtype)
+    tokens: After = after
+    communicating = [n for n, step in enumerate(steps) if step[0] != "view"]
+    for n, (kind, axis, placement) in enumerate(steps):
+        last = bool(communicating) and n == communicating[-1] and n == len(steps) - 1
+        how = {"after": tokens, "stream": stream, "async_op": async_op and last}
+        if kind == "view":
+            for waited in as_tokens(tokens):
+                waited.wait(stream)
+            buffer = buffer.view((*buffer.placements[:axis], placement, *buffer.placements[axis + 1 :]))
+            continue
+        if kind == "allgather":
+            buffer, token = allgather(buffer, axis, **how)
+        elif kind == "reduce_scatter":
+            buffer, token = reduce_scatter(buffer, axis, placement, deterministic=deterministic, **how)
+        else:
+            buffer, token = allreduce(buffer, axis, deterministic=deterministic, **how)
+        tokens = token
+    return buffer, token
+
+
+def _steps(old: Sequence[Placement], new: Sequence[Placement]) -> list[tuple[str, int, Placement]]:
+    """Operation, axis and placement of each step of `redistribute`, in an order in which each is legal."""
+    now = list(old)
+    steps: list[tuple[str, int, Placement]] = []
+
+    def step(kind: str, axis: int, placement: Placement) -> None:
+        steps.append((kind, axis, placement))
+        now[axis] = placement
+
+    for axis in reversed(range(len(now))):
+        if isinstance(now[axis], Partial) and now[axis] != new[axis]:
+            direct = isinstance(new[axis], Shard) and all(now[k] == new[k] for k in range(axis + 1, len(now)))
+            step("reduce_scatter", axis, new[axis]) if direct else step("allreduce", axis, Replicate())
+    for axis in range(len(now)):
+        if isinstance(now[axis], Shard) and any(now[k] != new[k] for k in range(axis, len(now)) if isinstance(now[k], Shard)):
+            step("allgather", axis, Replicate())
+    for axis in reversed(range(len(now))):
+        if now[axis] != new[axis]:
+            step("view", axis, new[axis])
+    return steps
+
+
+def _require_partial(operation: str, buffer: DBuffer, axis: int) -> None:
+    if not isinstance(buffer.placements[axis], Partial):
+        raise ValueError(
+            f"{operation}: axis {buffer.mesh.axis_names[axis]!r} is {buffer.placements[axis]}, expected a Partial;"
+            ' a Replicate buffer can be viewed as Partial("avg")'
+        )
+    if buffer.dtype == torch.bool or (buffer.dtype.is_floating_point and buffer.dtype.itemsize == 1):
+        raise TypeError(f"{operation}: {buffer.dtype} cannot be added; cast the buffer first")
+
+
+def _check_dtype(spec: BufferSpec, dtype: torch.dtype) -> None:
+    if not (dtype.is_floating_point or dtype.is_complex) and Partial("avg") in spec.placements:
+        raise TypeError(f'{dtype} buffers cannot be averaged: {spec.placements} holds Partial("avg"); use Partial("sum")')
+
+
+def _collective(
+    kind: Kind,
+    buffer: DBuffer,
+    cut: BufferSpec,
+    result: BufferSpec,
+    axis: int,
+    deterministic: bool,
+    how: tuple[After, AnyStream | None, bool],
+) -> tuple[DBuffer, Token]:
+    average = kind != "allgather" and buffer.placements[axis] == Partial("avg")
+    collective = collective_of(cut, kind, axis, average, deterministic)
+    with faults_reported(collective):
+        tokens = as_tokens(how[0])
+        options = check_tensors(collective, ("local_buffer",), (buffer.local_buffer,), None, None, tokens)
+    (output,), token = run(collective, options, (buffer.local_buffer,), tokens, how[1], how[2])
+    return DBuffer(result, output), token
+
+
+def _flatten(buffer: DBuffer) -> tuple[list[torch.Tensor], BufferSpec]:
+    return [buffer.local_buffer], buffer.spec
+
+
+def _unflatten(children: Sequence[torch.Tensor], spec: BufferSpec) -> DBuffer:
+    # No validation: transforms put placeholders of all kinds here.
+    (local,) = children
+    return DBuffer(spec, local)
+
+
+pytree.register_pytree_node(
+    DBuffer,
+    _flatten,  # pyright: ignore[reportArgumentType]
+    _unflatten,  # pyright: ignore[reportArgumentType]
+    serialized_type_name="mfsdp_func.DBuffer",
+)

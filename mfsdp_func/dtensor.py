@@ -1,0 +1,94 @@
+"""The boundary to `torch.distributed.tensor`: tensors of a buffer as DTensors, and DTensors as rows of a buffer."""
+
+from functools import lru_cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.tensor import DTensor, Shard
+
+from mfsdp_func.dbuffer import DBuffer
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.mesh import Mesh
+from mfsdp_func.operation import check_tensors, run
+from mfsdp_func.placement import shard_axes
+from mfsdp_func.plan import Plan
+
+
+def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
+    """A tensor of a buffer as a `DTensor` of its logical shape, with `Shard(0)` where the buffer is sharded.
+
+    DTensor reads shards by its own chunk rule (equal numbers of rows, the last ones fewer or none). Where this rank's
+    rows, or those of others, are not cut so, one exchange moves them; every rank of the mesh calls.
+
+    Raises:
+        NotImplementedError: where two or more axes shard the buffer (gather all but one first), or the mesh does not
+            list the ranks of each line in ascending order.
+        RuntimeError: if the mesh has no process groups (a simulated one).
+    """
+    axes = shard_axes(buffer.placements)
+    if len(axes) > 1:
+        raise NotImplementedError(
+            f"get_dtensor: {buffer.placements} shards {len(axes)} axes, in another order than DTensor's; allgather all but"
+            " one first"
+        )
+    lines = [buffer.mesh.axis_ranks(axis) for axis in range(buffer.mesh.ndim)]
+    if any(list(line) != sorted(line) for line in lines):
+        raise NotImplementedError(
+            f"get_dtensor: {buffer.mesh} lists ranks in descending order, but DTensor's collectives follow process groups,"
+            " which sort them: its full_tensor() would be wrong. Use a mesh in ascending order"
+        )
+    shape = buffer.layout.tensor_shapes[tensor_index]
+    local = buffer.get_tensor_view(tensor_index)
+    placements = [Shard(0) if axis in axes else placement for axis, placement in enumerate(buffer.placements)]
+    if axes:
+        plan = chunk_plan(buffer.mesh, axes, buffer.layout, tensor_index)
+        if plan.source.rank_to_offset != plan.target.rank_to_offset:
+            local = _moved(plan, local.reshape(-1))
+        local = local.reshape(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh_of(buffer.mesh, local.device), placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def from_dtensor(tensor: DTensor, plan: Plan) -> torch.Tensor:
+    """The elements of a chunked `DTensor` that the target of a transposed `chunk_plan` gives to this rank, flat."""
+    return _moved(plan, tensor.to_local().reshape(-1))
+
+
+def _moved(plan: Plan, local: torch.Tensor) -> torch.Tensor:
+    inputs = [local] if plan.input_numels else []
+    options = check_tensors(plan, plan.tensors[: len(inputs)], inputs, local.dtype, local.device, ())
+    outputs, _ = run(plan, options, inputs, (), None, False)
+    return outputs[0] if outputs else local[:0]
+
+
+@lru_cache(maxsize=4096)
+def chunk_plan(mesh: Mesh, axes: tuple[int, ...], layout: GlobalLayout, tensor_index: int) -> Plan:
+    """From a layout's rows of one tensor to DTensor's, both as layouts of that tensor alone."""
+    shape, count = layout.tensor_shapes[tensor_index], mesh.size(axes[0])
+    whole, row = layout.get_tensor_range(tensor_index), layout.row_numel(tensor_index)
+    ours = [min(max(layout.get_segment(k, count).start - whole.start, 0), whole.numel) for k in range(count)]
+    chunk = -(-shape[0] // count)
+    theirs = [min(k * chunk, shape[0]) * row for k in range(count)]
+    source, target = (GlobalLayout([shape], [0], whole.numel, starts) for starts in (ours, theirs))
+    return Plan("get_dtensor", f"tensor {tensor_index}", mesh, axes, (shape,), source, target, (0,))
+
+
+@lru_cache(maxsize=64)
+def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """A `DeviceMesh` over the process groups of a mesh; no group is created.
+
+    Raises:
+        RuntimeError: if the mesh has none.
+    """
+    if not mesh.groups:
+        raise RuntimeError(f"{mesh} has no process groups; DTensors live on a mesh made from a torch DeviceMesh")
+    groups = [_resolve_process_group(name) for name in mesh.groups]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=mesh.axis_names)
+    grid = torch.tensor(mesh.ranks).view(mesh.shape)
+    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=mesh.axis_names)
+
+

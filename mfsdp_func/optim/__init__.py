@@ -1,0 +1,31 @@
+"""Functional optimizers: ``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
+
+>>> import torch
+>>> optimizer = adamw(0.1)
+>>> params = {"w": torch.tensor([1.0])}
+>>> state = optimizer.init(params)
+>>> for _ in range(50):
+...     grads = torch.func.grad(lambda params: (params["w"] ** 2).sum())(params)
+...     updates, state = optimizer.update(grads, state, params)
+...     params = apply_updates(params, updates)
+>>> bool(params["w"].abs() < 0.1), int(state.step)
+(True, 50)
+"""
+
+from mfsdp_func.optim.adamw import AdamWState, adamw
+from mfsdp_func.optim.muon import MuonState, map_on_owners, muon
+from mfsdp_func.optim.newton_schulz import newton_schulz
+from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates, partition
+
+__all__ = [
+    "AdamWState",
+    "GradientTransformation",
+    "LearningRate",
+    "MuonState",
+    "adamw",
+    "apply_updates",
+    "map_on_owners",
+    "muon",
+    "newton_schulz",
+    "partition",
+]

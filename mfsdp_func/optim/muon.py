@@ -1,0 +1,207 @@
+"""Muon on whole matrices or on row shards: momentum where the rows are, Newton-Schulz where the owner is."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from mfsdp_func.gather_scatter import gather, scatter
+from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype, newton_schulz
+from mfsdp_func.optim.transformation import (
+    GradientTransformation,
+    LearningRate,
+    check_learning_rate,
+    first_step,
+    learning_rate_at,
+)
+from mfsdp_func.owner_planning import GroupOwnerLayout
+from mfsdp_func.tokens import After, Token
+
+Key = TypeVar("Key")
+
+AdjustLr: TypeAlias = Literal["original", "match_rms_adamw"]
+
+_RATIOS: dict[AdjustLr, Callable[[int, int], float]] = {
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+}
+
+
+class MuonState(NamedTuple):
+    """State of `muon`."""
+
+    step: torch.Tensor
+    """Number of updates so far: 0-D, int64."""
+    momentum: dict[int, torch.Tensor]
+    """Running mean of gradients: per tensor (or shard) that takes part, the shape and dtype of the parameter."""
+
+
+def muon(
+    learning_rate: LearningRate,
+    *,
+    owner_layout: GroupOwnerLayout | None = None,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    adjust_lr_fn: AdjustLr = "original",
+    ns_steps: int = 5,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ns_dtype: torch.dtype | None = None,
+    eps: float = EPS,
+    batch_of_matrices: bool = False,
+    stack_equal_shapes: bool = True,
+) -> GradientTransformation[MuonState]:
+    """Momentum, orthogonalised: the numbers of `torch.optim.Muon` (which has ``ns_dtype=torch.bfloat16``).
+
+    With an `owner_layout`, parameters, gradients, momentum and updates are dicts, tensor index -> this rank's shard, in
+    any shape, of every participating tensor that this rank holds. Every rank of the mesh calls `update`: momentum on
+    the shards, `gather`, Newton-Schulz on the owners, `scatter`, and the rest on the shards again. The two exchanges
+    travel in `ns_dtype`, which changes no bit of the result: Newton-Schulz begins by converting to it. Without an
+    `owner_layout`, the dicts hold whole tensors under any keys, and nothing moves. Both give the same bits with
+    ``stack_equal_shapes=False``.
+
+    Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
+    Scalable for LLM Training", 2025 ("match_rms_adamw").
+
+    Args:
+        learning_rate: see `LearningRate`.
+        owner_layout: who orthogonalises what; None where tensors are whole.
+        momentum: how much of the running mean of gradients an update keeps.
+        nesterov: whether the gradient is mixed once more into its running mean.
+        weight_decay: every update takes ``learning_rate * weight_decay`` of the parameter off it.
+        adjust_lr_fn: what the learning rate is multiplied with, for an m x n matrix: "original" is
+            ``sqrt(max(1, m / n))``, "match_rms_adamw" is ``0.2 * sqrt(max(m, n))``.
+        ns_steps: see `newton_schulz`.
+        ns_coefficients: see `newton_schulz`.
+        ns_dtype: dtype of Newton-Schulz; by default bfloat16 on CUDA, else that of the parameters. Where a rank owns a
+            tensor but holds no shard at all, give it (on CUDA and in compiled regions).
+        eps: see `newton_schulz`.
+        batch_of_matrices: how a tensor of more than two dims is seen: as a batch of its last two dims (experts), or
+            (False) as the one matrix ``(shape[0], shape[1:].numel())`` (convolutions).
+        stack_equal_shapes: run Newton-Schulz once per shape, on the stacked matrices of an owner; may change rounding.
+
+    Raises:
+        ValueError: on a tensor of less than two dims, an unknown `adjust_lr_fn`, a momentum outside [0, 1], or a
+            negative learning rate or `weight_decay`.
+        KeyError: in `update`, where the gradient of a tensor is missing.
+    """
+    check_learning_rate("muon", learning_rate)
+    if adjust_lr_fn not in _RATIOS:
+        raise ValueError(f"muon: adjust_lr_fn must be one of {', '.join(_RATIOS)}, got {adjust_lr_fn!r}")
+    if not 0 <= momentum <= 1 or weight_decay < 0:
+        raise ValueError(f"muon: momentum must lie in [0, 1], weight_decay be >= 0, got {momentum}, {weight_decay}")
+    if owner_layout is not None:
+        for i in owner_layout.tensor_to_owner:
+            _check_dims(i, owner_layout.layout.tensor_shapes[i])
+
+    def init(params: Mapping[int, torch.Tensor]) -> MuonState:
+        own = {i: param for i, param in params.items() if owner_layout is None or i in owner_layout.tensor_to_owner}
+        if owner_layout is None:
+            for i, param in own.items():
+                _check_dims(i, param.shape)
+        return MuonState(first_step(own), {i: torch.zeros_like(param) for i, param in own.items()})
+
+    def orthogonalize(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        matrices = {i: _as_matrices(tensor, batch_of_matrices) for i, tensor in tensors.items()}
+
+        def run(matrix: torch.Tensor) -> torch.Tensor:
+            return newton_schulz(matrix, ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype)
+
+        if not stack_equal_shapes:
+            return {i: run(matrix) for i, matrix in matrices.items()}
+        return _run_stacked(run, matrices)
+
+    def update(
+        grads: Mapping[int, torch.Tensor], state: MuonState, params: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], MuonState]:
+        if missing := [i for i in state.momentum if i not in grads or i not in params]:
+            raise KeyError(f"muon: no gradient or parameter of tensor {missing[0]!r} ({len(missing)} missing in all)")
+        rate = learning_rate_at(learning_rate, state.step)
+        given = {i: grads[i].to(mean.dtype) for i, mean in state.momentum.items()}
+        means = {i: torch.lerp(mean, given[i], 1 - momentum) for i, mean in state.momentum.items()}
+        mixed = {i: torch.lerp(given[i], mean, momentum) for i, mean in means.items()} if nesterov else means
+        if owner_layout is None:
+            shapes = {i: params[i].shape for i in mixed}
+            directions = orthogonalize(mixed)
+        else:
+            shapes = {i: owner_layout.layout.tensor_shapes[i] for i in mixed}
+            travelling = {i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixed.items() if shard.numel()}
+            directions, _ = map_on_owners(orthogonalize, travelling, owner_layout=owner_layout, dtype=ns_dtype)
+        updates: dict[int, torch.Tensor] = {}
+        for i in mixed:
+            param, scale = params[i], rate * _RATIOS[adjust_lr_fn](*_matrix_shape(shapes[i], batch_of_matrices))
+            # A rank's empty shard takes no part in the exchange.
+            direction = directions[i].reshape(param.shape).to(param.dtype) if i in directions else param
+            updates[i] = (-scale * direction - rate * weight_decay * param).to(param.dtype)
+        return updates, MuonState(state.step + 1, means)
+
+    return GradientTransformation(init, update)
+
+
+def map_on_owners(
+    function: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]],
+    shards: Mapping[int, torch.Tensor],
+    *,
+    owner_layout: GroupOwnerLayout,
+    dtype: torch.dtype | None = None,
+    after: After = (),
+) -> tuple[dict[int, torch.Tensor], Token]:
+    """Apply a function of whole tensors to row shards: `gather`, `function` on each owner, `scatter`.
+
+    Args:
+        function: tensor index -> full tensor, of the tensors that a rank owns, to results of as many elements; called
+            on every rank, with an empty dict where it owns nothing.
+        shards: see `gather`.
+        owner_layout: who computes what.
+        dtype: asserts the dtype of `shards`; says it where a rank has none (see `gather`).
+        after: tokens of operations to start after.
+
+    Returns:
+        This rank's part of every result that it holds, and the token of the scatter, which continues the gather's link.
+
+    >>> from mfsdp_func.layout_builder import build_for_row_atomic
+    >>> from mfsdp_func.mesh import Mesh
+    >>> owners = GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})
+    >>> transpose = lambda full: {i: matrix.T for i, matrix in full.items()}
+    >>> parts, _ = map_on_owners(transpose, {0: torch.arange(4)}, owner_layout=owners)
+    >>> parts[0]
+    tensor([[0, 2],
+            [1, 3]])
+    """
+    full, token = gather(shards, owner_layout=owner_layout, dtype=dtype, after=after)
+    return scatter(function(full), owner_layout=owner_layout, after=token)
+
+
+def _check_dims(key: object, shape: torch.Size) -> None:
+    if len(shape) < 2:
+        raise ValueError(
+            f"muon: tensor {key!r} {tuple(shape)} is no matrix;"
+            " leave it to adamw (see partition), and out of the owner layout"
+        )
+
+
+def _matrix_shape(shape: torch.Size, batch_of_matrices: bool) -> tuple[int, int]:
+    return (shape[-2], shape[-1]) if batch_of_matrices else (shape[0], shape[1:].numel())
+
+
+def _as_matrices(tensor: torch.Tensor, batch_of_matrices: bool) -> torch.Tensor:
+    return tensor if batch_of_matrices else tensor.reshape(_matrix_shape(tensor.shape, False))
+
+
+def _run_stacked(
+    function: Callable[[torch.Tensor], torch.Tensor], matrices: Mapping[Key, torch.Tensor]
+) -> dict[Key, torch.Tensor]:
+    """`function` once per matrix shape, on all matrices of that shape side by side."""
+    groups: dict[tuple[int, ...], list[Key]] = {}
+    for i, matrix in matrices.items():
+        groups.setdefault(tuple(matrix.shape[-2:]), []).append(i)
+    results: dict[Key, torch.Tensor] = {}
+    for shape, members in groups.items():
+        if len(members) == 1:
+            results[members[0]] = function(matrices[members[0]])
+            continue
+        stacks = [matrices[i].reshape(-1, *shape) for i in members]
+        parts = function(torch.cat(stacks)).split([stack.shape[0] for stack in stacks])
+        results |= {i: part.reshape(matrices[i].shape) for i, part in zip(members, parts, strict=True)}
+    return {i: results[i] for i in matrices}

@@ -1,0 +1,77 @@
+"""The backend's own collectives, for segments of equal size. Process groups sort their ranks; results are in buffer order."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+
+from mfsdp_func.collective import Collective
+from mfsdp_func.transport.carrier import Call
+from mfsdp_func.transport.collectives import compact, spread
+
+# Newer torch has new names for the same two collectives, and warns about the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ADDED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8}
+)
+
+
+def native_collective(
+    call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
+) -> Callable[[], None] | None:
+    """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum."""
+    if not collective.mesh.groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
+        return None
+    if collective.kind != "allgather" and source.dtype not in _ADDED:
+        return None
+    group = _resolve_process_group(collective.mesh.groups[collective.axis])
+    order = dist.get_process_group_ranks(group)
+    to_buffer = [order.index(rank) for rank in collective.line]
+    if collective.kind == "allreduce":
+        target.copy_(source)
+        return _waiting(dist.all_reduce(target, group=group, async_op=True))
+    if collective.kind == "allgather":
+        return _all_gather(collective, group, to_buffer, source, target)
+    return _reduce_scatter(collective, group, to_buffer, source, target)
+
+
+def _all_gather(
+    collective: Collective, group: dist.ProcessGroup, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
+) -> Callable[[], None]:
+    if collective.stored is None and to_buffer == sorted(to_buffer):
+        work = _all_gather_single(_as_bytes(target), _as_bytes(source), group=group, async_op=True)
+        return _waiting(work, source)
+    gathered = source.new_empty((len(to_buffer), *source.shape))
+    work = _all_gather_single(_as_bytes(gathered), _as_bytes(source), group=group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        compact(gathered[list(to_buffer)].flatten(0, 1), target, collective.sizes)
+
+    return finish
+
+
+def _reduce_scatter(
+    collective: Collective, group: dist.ProcessGroup, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
+) -> Callable[[], None]:
+    ranks, step = len(to_buffer), target.shape[0]
+    stored = source if collective.stored is None else spread(source, collective.sizes, step)
+    if to_buffer != sorted(to_buffer):
+        from_buffer = sorted(range(ranks), key=to_buffer.__getitem__)
+        stored = stored.unflatten(0, (ranks, step))[from_buffer].flatten(0, 1)
+    return _waiting(_reduce_scatter_single(target, stored, group=group, async_op=True), stored)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _waiting(work: "dist.Work | None", *keep: torch.Tensor) -> Callable[[], None]:
+    def finish(held: Sequence[torch.Tensor] = keep) -> None:
+        if work is not None:
+            work.wait()
+
+    return finish
