@@ -3,6 +3,7 @@
 from mfsdp_func import inplace
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
+from mfsdp_func.fsdp import FsdpContext, fully_shard
 from mfsdp_func.gather_scatter import gather, scatter
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
@@ -33,6 +34,7 @@ __all__ = [
     "BlockAtomic",
     "BufferSpec",
     "DBuffer",
+    "FsdpContext",
     "GlobalLayout",
     "GroupOwnerLayout",
     "Mesh",
@@ -57,6 +59,7 @@ __all__ = [
     "build_for_tensor_atomic",
     "build_row_atomic_layout",
     "changed_mesh_axis",
+    "fully_shard",
     "gather",
     "inplace",
     "intersect_ranges",

@@ -190,7 +190,9 @@ def launch(
     if outputs is None:
         outputs = allocate(linear, call.dtype or torch.float32, options.device, batch, True)
     flight = _FLIGHT.get()
-    finish = start(linear, carrier, call, inputs, outputs, flight is not None)
+    # What is in flight is written after autograd has seen the outputs, and must not look like a change to them.
+    written = outputs if flight is None else [output.data for output in outputs]
+    finish = start(linear, carrier, call, inputs, written, flight is not None)
     if flight is None:
         finish()
     else:
@@ -227,22 +229,34 @@ _MAPS: dict[str, LinearMap] = {}
 
 _LIBRARY = torch.library.Library("mfsdp_func", "DEF")
 _LIBRARY.define(
-    "move(Tensor[] inputs, Tensor link, str key, ScalarType dtype, bool forward, bool differentiated) -> Tensor[]"
+    "move(Tensor[] inputs, Tensor link, str key, ScalarType? dtype, bool forward, bool differentiated) -> Tensor[]"
 )
 
 
 def _move_impl(
-    inputs: list[torch.Tensor], link: torch.Tensor, key: str, dtype: torch.dtype, forward: bool, differentiated: bool
+    inputs: list[torch.Tensor],
+    link: torch.Tensor,
+    key: str,
+    dtype: torch.dtype | None,
+    forward: bool,
+    differentiated: bool,
 ) -> list[torch.Tensor]:
     linear = _MAPS[key]
-    # An operator's results may not share a storage: compilers reuse the memory of each on its own.
-    outputs = allocate(linear, dtype, link.device, link.shape, False)
+    # An operator's results may not share a storage: compilers reuse the memory of each on its own. (Compiled code
+    # knows the dtype; where it is still to be told, some other dispatch mode is active.)
+    outputs = None if dtype is None else allocate(linear, dtype, link.device, link.shape, False)
     return list(launch(linear, Options(dtype, link.device, differentiated, forward), link.shape, inputs, outputs))
 
 
 def _move_fake(
-    inputs: list[torch.Tensor], link: torch.Tensor, key: str, dtype: torch.dtype, forward: bool, differentiated: bool
+    inputs: list[torch.Tensor],
+    link: torch.Tensor,
+    key: str,
+    dtype: torch.dtype | None,
+    forward: bool,
+    differentiated: bool,
 ) -> list[torch.Tensor]:
+    dtype = dtype or torch.float32
     return [link.new_empty((numel, *link.shape), dtype=dtype) for numel in _MAPS[key].output_numels]
 
 
@@ -259,9 +273,8 @@ class _Move(torch.autograd.Function):
     def forward(link: torch.Tensor, linear: LinearMap, options: Options, *inputs: torch.Tensor) -> tuple[Any, ...]:
         if _is_traced(link):
             _MAPS.setdefault(linear.key, linear)
-            dtype = options.dtype or torch.float32
             outputs = torch.ops.mfsdp_func.move(
-                list(inputs), link, linear.key, dtype, options.forward, options.differentiated
+                list(inputs), link, linear.key, options.dtype, options.forward, options.differentiated
             )
         else:
             outputs = launch(linear, options, link.shape, inputs)

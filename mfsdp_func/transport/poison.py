@@ -15,21 +15,24 @@ class PoisonMode(TorchDispatchMode):
         super().__init__()
         self._rank = rank
         self._held: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        self._pending: list[str] = []
 
     def hold(self, label: str, parts: Sequence[torch.Tensor]) -> None:
         """Poison `parts`, and watch their storages until `release`."""
+        self._pending.append(label)
         for part in parts:
             _fill(part)
             self._held[part.untyped_storage().data_ptr()] = (label, part.untyped_storage())
 
     def release(self, label: str, parts: Sequence[torch.Tensor]) -> None:
         """Their token is waited for: they may be read from now on."""
+        self._pending.remove(label)
         for part in parts:
             self._held.pop(part.untyped_storage().data_ptr(), None)
 
     def pending(self) -> list[str]:
         """Labels of the operations that nobody has waited for."""
-        return sorted({label for label, _ in self._held.values()})
+        return sorted(set(self._pending))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._held and not _only_looks(func):

@@ -101,9 +101,8 @@ class _Rank:
     ready: Callable[[], bool] | None = None
     waits: Callable[[], str] = lambda: ""
     finished: bool = False
-    calls: list["_Posted"] = field(default_factory=list)
-    by_plan: dict[str, list["_Posted"]] = field(default_factory=dict)
-    gathers: list[bytes] = field(default_factory=list)
+    calls: dict[object, list["_Posted"]] = field(default_factory=dict)
+    gathers: dict[object, list[bytes]] = field(default_factory=dict)
 
     @property
     def id(self) -> int:
@@ -246,7 +245,7 @@ class _SimulatedCarrier:
         return _nothing
 
     def listen(self, call: Call, peer: int) -> torch.dtype:
-        number = len(self._state.calls) if call.forward else len(self._state.by_plan.get(_plan_key(call), []))
+        number = len(self._calls(self._state, call))
         posted = self._posted(call, peer, number)
         dtype = posted.call.dtype
         if dtype is None:
@@ -292,9 +291,9 @@ class _SimulatedCarrier:
     def _calls(self, state: _Rank, call: Call) -> list[_Posted]:
         """A rank's calls, among which the n-th of one rank meets the n-th of the others.
 
-        Calls of the program come in one order on all ranks; autograd's own calls are told apart by plan.
+        Calls of the program come in one order on all ranks of a mesh; autograd's own calls are told apart by plan.
         """
-        return state.calls if call.forward else state.by_plan.setdefault(_plan_key(call), [])
+        return state.calls.setdefault(call.mesh.digest if call.forward else (call.digest, call.label), [])
 
     def _posted(self, call: Call, peer: int, number: int) -> _Posted:
         other = self._world.ranks[peer]
@@ -311,20 +310,17 @@ class _SimulatedCarrier:
         return None
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
-        number = len(self._state.gathers)
-        self._state.gathers.append(record)
+        mine = self._state.gathers.setdefault(mesh.digest, [])
+        number = len(mine)
+        mine.append(record)
         for peer in mesh.ranks:
             other = self._world.ranks[peer]
             self._world.wait_until(
                 self._state,
-                lambda other=other: len(other.gathers) > number,
+                lambda other=other: len(other.gathers.get(mesh.digest, ())) > number,
                 lambda peer=peer: f"in an agreement check (number {number}) for rank {peer}",
             )
-        return [self._world.ranks[peer].gathers[number] for peer in mesh.ranks]
-
-
-def _plan_key(call: Call) -> str:
-    return f"{call.digest} {call.label}"
+        return [self._world.ranks[peer].gathers[mesh.digest][number] for peer in mesh.ranks]
 
 
 def _nothing() -> None:

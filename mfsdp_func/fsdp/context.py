@@ -1,0 +1,44 @@
+"""Choices of `fully_shard` that are not placements."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mfsdp_func.placement import ShardLayout
+
+
+@dataclass(frozen=True)
+class FsdpContext:
+    """How `fully_shard` lays parameters out, and how units run. Frozen.
+
+    Attributes:
+        parameter_to_owner: for `TensorAtomic`: parameter, or its qualified name -> global rank that owns it whole.
+        shard_layout: how the rows of each buffer are cut; see `ShardLayout`.
+        finer_rows: names of parameters laid out by their last dim, as ``(prod(shape[:-1]), shape[-1])``: for few and
+            huge rows, as experts have. Costs nothing; optimizers see the parameter's part in that shape.
+        param_dtype: dtype in which parameters are gathered and units compute; None for the main weights' own.
+        reduce_dtype: dtype in which gradients are averaged; None for `param_dtype`.
+        output_dtype: dtype of the floating-point results of `apply`; None to leave them.
+        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
+        deterministic: average gradients by a fold in rank order; see `reduce_scatter`.
+        prefetch: in eager mode, gather the next unit's parameters while this unit computes.
+        init: gives the values of the parameters that a module owns directly, where they are on the meta device; called
+            as ``init(name, module)`` with empty parameters on `device`. By default ``module.reset_parameters()``.
+        seed: of the random state during `init`, alike on all ranks.
+        device: where parameters live; None for where the module's are (for meta ones: where the mesh communicates).
+    """
+
+    parameter_to_owner: Mapping[str | nn.Parameter, int] | None = None
+    shard_layout: ShardLayout = ShardLayout.PADDED
+    finer_rows: frozenset[str] = frozenset()
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    deterministic: bool = False
+    prefetch: bool = True
+    init: Callable[[str, nn.Module], None] | None = field(default=None)
+    seed: int = 0
+    device: torch.device | str | None = None

@@ -1,0 +1,157 @@
+"""Which parameters of a module live together in one flat buffer, and which modules run as units."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+Units: TypeAlias = Iterable[str | nn.Module | type[nn.Module]]
+
+
+class Entry(NamedTuple):
+    """One physical parameter: its first name, and its place in a group."""
+
+    name: str
+    param: nn.Parameter
+    group: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one buffer: those that one unit owns, of one dtype, trainable or not."""
+
+    key: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether gradients are taken."""
+        return self.entries[0].param.requires_grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the main weights."""
+        return self.entries[0].param.dtype
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered while it runs.
+
+    Attributes:
+        name: qualified name; "" for the root.
+        names: for each of its parameter names, relative to the module, the physical parameter behind it. A tied
+            parameter may live in the group of another unit.
+        groups: keys of the groups that hold them, in order.
+        held: whether only the parameters that the module owns directly belong to it: they stay gathered for the whole
+            pass, because modules inside run as units of their own.
+    """
+
+    name: str
+    names: tuple[tuple[str, Entry], ...]
+    groups: tuple[str, ...]
+    held: bool
+
+
+def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit, ...], dict[str, Group]]:
+    """Split a module into units, and its physical parameters into groups.
+
+    Units are the modules named by `units` (by default: the elements of every `nn.ModuleList`), and of the rest, each
+    outermost module that owns parameters directly and has no unit inside. Parameters that a module with units inside
+    owns directly form a held unit. Tied parameters are found by identity: the first name owns the entry.
+
+    Raises:
+        ValueError: if a unit does not exist, lies inside another, or has no parameters.
+    """
+    chosen = _chosen_units(module, units)
+    entries: dict[int, Entry] = {}
+    members: dict[str, list[Entry]] = {}
+    found: list[Unit] = []
+    for name, owner, held in _walk("", module, chosen):
+        found_names: list[tuple[str, Entry]] = []
+        for path, param in owner.named_parameters(recurse=not held, remove_duplicate=False):
+            if id(param) not in entries:
+                key = _group_key(name, param, owner, held)
+                group = members.setdefault(key, [])
+                entries[id(param)] = Entry(f"{name}.{path}".lstrip("."), param, key, len(group))
+                group.append(entries[id(param)])
+            found_names.append((path, entries[id(param)]))
+        groups = tuple(dict.fromkeys(entry.group for _, entry in found_names))
+        found.append(Unit(name, tuple(found_names), groups, held))
+    return tuple(found), {key: Group(key, tuple(group)) for key, group in members.items()}
+
+
+def _chosen_units(module: nn.Module, units: Units | None) -> dict[nn.Module, str]:
+    names = {sub: name for name, sub in module.named_modules()}
+    if units is None:
+        lists = [sub for sub in module.modules() if isinstance(sub, nn.ModuleList)]
+        wanted = [element for sub in lists for element in sub]
+        outermost = {sub: names[sub] for sub in wanted if any(True for _ in sub.parameters())}
+        return {sub: name for sub, name in outermost.items() if not _inside(name, outermost.values())}
+    chosen: dict[nn.Module, str] = {}
+    for unit in units:
+        if isinstance(unit, type):
+            matches = [sub for sub in module.modules() if isinstance(sub, unit)]
+        else:
+            matches = [sub for sub, name in names.items() if sub is unit or name == unit]
+        if not matches:
+            raise ValueError(f"fully_shard: unit {unit!r} is no module of {type(module).__name__}; see named_modules()")
+        for sub in matches:
+            if not any(True for _ in sub.parameters()):
+                raise ValueError(f"fully_shard: unit {names[sub]!r} has no parameters")
+            chosen[sub] = names[sub]
+    for name in chosen.values():
+        if _inside(name, chosen.values()):
+            raise ValueError(f"fully_shard: unit {name!r} lies inside another unit; name only one of them")
+    return chosen
+
+
+def _inside(name: str, others: Iterable[str]) -> bool:
+    return any(other != name and (other == "" or name.startswith(f"{other}.")) for other in others)
+
+
+def _walk(name: str, module: nn.Module, chosen: dict[nn.Module, str]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The units below a module, in module order: name, module, held."""
+    has_units = any(sub in chosen for sub in module.modules())
+    owns = any(True for _ in module.parameters(recurse=False))
+    if module in chosen or (owns and not has_units):
+        yield name, module, False
+        return
+    if owns:
+        yield name, module, True
+    for child_name, child in module.named_children():
+        yield from _walk(f"{name}.{child_name}".lstrip("."), child, chosen)
+
+
+def _group_key(unit: str, param: nn.Parameter, owner: nn.Module, held: bool) -> str:
+    """The unit's name, told apart by dtype and trainability only where the unit has several of them."""
+    kinds = {(p.dtype, p.requires_grad) for p in owner.parameters(recurse=not held)}
+    words = [unit or "root"]
+    if len({dtype for dtype, _ in kinds}) > 1:
+        words.append(str(param.dtype).removeprefix("torch."))
+    if len({trainable for _, trainable in kinds}) > 1 and not param.requires_grad:
+        words.append("frozen")
+    return ":".join(words)
+
+
+def owners_of(group: Group, parameter_to_owner: dict[str, int], ranks: Sequence[int]) -> list[int]:
+    """The shard index that owns each parameter of a group.
+
+    Raises:
+        ValueError: if a parameter has no owner, or one outside the mesh.
+    """
+    owners: list[int] = []
+    for entry in group.entries:
+        if entry.name not in parameter_to_owner:
+            raise ValueError(
+                f"fully_shard: TensorAtomic needs an owner for parameter {entry.name!r}; add it to"
+                " FsdpContext(parameter_to_owner=...)"
+            )
+        owner = parameter_to_owner[entry.name]
+        if owner not in ranks:
+            raise ValueError(f"fully_shard: parameter {entry.name!r} is given owner {owner}, expected a rank of {ranks}")
+        owners.append(list(ranks).index(owner))
+    return owners
