@@ -8,12 +8,15 @@ from mfsdp_func.gather_scatter import gather, scatter
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
     build_for_row_atomic,
+    build_for_row_atomic_balanced,
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
     build_row_atomic_layout,
 )
 from mfsdp_func.mesh import Mesh, as_mesh
+from mfsdp_func.norm import global_norm
 from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
+from mfsdp_func.padding import PaddingReport, PaddingWarning, finer_view, padding_report
 from mfsdp_func.placement import (
     BlockAtomic,
     Partial,
@@ -38,6 +41,8 @@ __all__ = [
     "GlobalLayout",
     "GroupOwnerLayout",
     "Mesh",
+    "PaddingReport",
+    "PaddingWarning",
     "Partial",
     "Placements",
     "Plan",
@@ -55,15 +60,19 @@ __all__ = [
     "as_mesh",
     "assign_owner_work",
     "build_for_row_atomic",
+    "build_for_row_atomic_balanced",
     "build_for_row_atomic_unpadding",
     "build_for_tensor_atomic",
     "build_row_atomic_layout",
     "changed_mesh_axis",
     "fully_shard",
+    "finer_view",
     "gather",
+    "global_norm",
     "inplace",
     "intersect_ranges",
     "ns_cost_fn",
+    "padding_report",
     "redistribute",
     "reduce_scatter",
     "scatter",

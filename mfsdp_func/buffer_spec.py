@@ -82,11 +82,21 @@ class BufferSpec:
         count = len(self.mesh.shard_ranks(axes, self.mesh.get_rank()))
         return max(self.layout.get_segment(k, count).numel for k in range(count))
 
+    @cached_property
+    def filled(self) -> tuple[Range, ...]:
+        """The elements of the local buffer that belong to tensors, as few ranges as hold them: all but padding."""
+        found: list[Range] = []
+        for i, part in self.layout.tensors_in(self.local_range):
+            start = self.layout.tensor_to_offset[i] + part.start - self.local_range.start
+            if found and found[-1].end == start:
+                found[-1] = Range(found[-1].start, found[-1].numel + part.numel)
+            else:
+                found.append(Range(start, part.numel))
+        return tuple(found)
+
     def replace(self, axis: int, placement: Placement) -> "BufferSpec":
         """The same buffer with another placement on one axis."""
-        return BufferSpec(
-            self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]), self.layout
-        )
+        return BufferSpec(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]), self.layout)
 
 
 def _check_placement(mesh: Mesh, placements: Sequence[Placement], axis: int, placement: Placement) -> None:

@@ -1,6 +1,7 @@
 """The ways to lay tensors into one flat buffer so that its segments respect rows, blocks or whole tensors."""
 
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -8,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.padding import PaddingReport, PaddingWarning, finer_view, padding_report
 from mfsdp_func.placement import ShardLayout
 
 
@@ -20,13 +22,46 @@ def build_row_atomic_layout(
 ) -> GlobalLayout:
     """A layout whose segment boundaries never split `block_size` consecutive rows, cut as `shard_layout` says.
 
+    Warns:
+        PaddingWarning: with figures and the remedy, if `PADDED` stores more than a tenth beyond the tensors' elements,
+            or if any equal segments must and the largest rows have a finer view (see `finer_view`).
+
     Raises:
         ValueError: see `build_for_row_atomic`.
         TypeError: if `shard_layout` is not a `ShardLayout`.
     """
     if not isinstance(shard_layout, ShardLayout):
         raise TypeError(f"build_row_atomic_layout: shard_layout must be a ShardLayout, got {shard_layout!r}")
-    return _ROW_BUILDERS[shard_layout](shapes, dp_size, block_size=block_size)
+    layout = _ROW_BUILDERS[shard_layout](shapes, dp_size, block_size=block_size)
+    if shard_layout is not ShardLayout.UNPADDED:
+        _warn_of_padding(layout, padding_report(layout, block_size=block_size), shard_layout, block_size)
+    return layout
+
+
+def _warn_of_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: ShardLayout, block_size: int) -> None:
+    if not report.wasteful or report.largest_tensor is None:
+        return
+    shape = layout.tensor_shapes[report.largest_tensor]
+    finer = finer_view(shape)
+    words = [f"build_row_atomic_layout: {shard_layout} stores much padding: {report}."]
+    if shard_layout is ShardLayout.PADDED:
+        shapes = layout.tensor_shapes
+        balanced = padding_report(build_for_row_atomic_balanced(shapes, report.ranks, block_size=block_size))
+        words.append(
+            "Every segment boundary is a multiple of every row size, so padding grows with their least common multiple."
+            f" ShardLayout.BALANCED stores {balanced.stored:,} ({balanced.times:,.2f} times); ShardLayout.UNPADDED has no"
+            " padding, but unequal segments."
+        )
+    elif not report.hopeless or finer == shape:
+        return
+    if report.hopeless:
+        words.append(
+            f"Equal segments cannot help: tensor {report.largest_tensor} {tuple(shape)} has few and huge rows"
+            f" ({report.largest_row:,} elements)."
+        )
+        if finer != shape:
+            words.append(f"Lay it out by a finer logical view, its last dim as the row: {tuple(finer)}.")
+    warnings.warn(" ".join(words), PaddingWarning, stacklevel=3)
 
 
 def build_for_row_atomic(shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1) -> GlobalLayout:
@@ -117,10 +152,12 @@ def build_for_row_atomic_unpadding(
     return GlobalLayout(sizes, ends[:-1], size, [nearest(k) for k in range(dp_size)])
 
 
-def build_for_row_atomic_balanced(shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1) -> GlobalLayout:
-    """Equal stored segments: tensors back to back in order, cut at row (block) boundaries so that the largest segment is
-    the least possible; every rank stores that many elements, padding only behind its own segment.
+def build_for_row_atomic_balanced(
+    shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1
+) -> GlobalLayout:
+    """Equal *stored* segments: tensors back to back, cut at row (block) boundaries into the most even segments.
 
+    The largest segment is the least possible; every rank stores that many elements, padding only behind its own.
     Guarantee: the largest segment has at most ``size / dp_size`` plus the largest row (block) elements, whatever the
     row sizes are to one another. Cost: joining segments to a whole buffer copies them once more, to leave the padding
     out. Source: the linear partition problem, by bisection over the largest segment with a greedy cut.

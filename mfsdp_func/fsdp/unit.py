@@ -6,6 +6,7 @@ again, differentiates the module with `torch.func.vjp`, and leaves only shards b
 go through the same computation written with differentiable operations.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer, redistribute
-from mfsdp_func.placement import Partial, Replicate
+from mfsdp_func.placement import Partial, Replicate, Shard, shard_axes
 from mfsdp_func.tokens import Token
 
 Tensors = tuple[torch.Tensor, ...]
@@ -64,6 +65,17 @@ class Bound:
     def gather(self, shard: torch.Tensor) -> DBuffer:
         """The whole buffer, on every rank. Differentiable; communicates."""
         return DBuffer(self.spec, shard).cast(self.param_dtype).redistribute(self.replicated)
+
+    def gather_averaging(self, shard: torch.Tensor) -> DBuffer:
+        """The same, with the mean over ranks of their gradients as its gradient."""
+        return self.gather(_AverageGradient.apply(shard, self))
+
+    def average_shard(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the shard, summed over the axes that cut the buffer, as the average over all axes."""
+        placements = self.spec.placements
+        replicas = tuple(p if isinstance(p, Shard) else Partial("avg") for p in placements)
+        mean = DBuffer(BufferSpec(self.spec.mesh, replicas, self.spec.layout), gradient).redistribute(placements)
+        return mean.local_buffer / math.prod(self.spec.mesh.size(axis) for axis in shard_axes(placements))
 
     def start_gather(self, shard: torch.Tensor) -> tuple[DBuffer, Token]:
         """The same, in flight."""
@@ -122,13 +134,15 @@ class UnitCall:
     def compute(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """The unit's outputs by differentiable operations, with full parameters kept as autograd likes."""
         shards, accumulators, _, _, inputs = self.split(tensors)
-        full = [bound.params(bound.gather(shard)) for bound, shard in zip(self.bound, shards, strict=True)]
+        full = [b.params(b.gather_averaging(shard)) for b, shard in zip(self.bound, shards, strict=True)]
         for n, (bound, accumulator) in enumerate(zip(self.bound, accumulators, strict=False)):
             # Only accumulators are to be differentiated: they act as zeros added to constant parameters.
             zeros = bound.params(DBuffer(bound.whole, accumulator - accumulator.detach()))
             full[n] = [p.detach() + zero.to(p.dtype) for p, zero in zip(full[n], zeros, strict=True)]
         with replayed(self.random):
-            return tuple(self.run(full, list(inputs)))
+            outputs = tuple(self.run(full, list(inputs)))
+        self.outputs = len(outputs)
+        return outputs
 
     def differentiate(self, tensors: Sequence[torch.Tensor], gather: Callable[[Bound, torch.Tensor], DBuffer]) -> Tensors:
         """Gradients of trainable shards (or accumulators) and floating-point inputs.
@@ -204,6 +218,30 @@ def _take(call: UnitCall) -> Callable[[Bound, torch.Tensor], DBuffer]:
     return call.cache.take if call.cache is not None else Bound.gather
 
 
+class _AverageGradient(torch.autograd.Function):
+    """A shard as it is; its gradient, the sum over the ranks that share the buffer, becomes the mean over all ranks."""
+
+    @staticmethod
+    def forward(shard: torch.Tensor, bound: Bound) -> torch.Tensor:
+        return shard.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.bound = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.bound.average_shard(gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _bound: None) -> torch.Tensor:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], shard: torch.Tensor, bound: Bound) -> tuple[torch.Tensor, int]:
+        return _AverageGradient.apply(shard, bound), in_dims[0]
+
+
 class _Forward(torch.autograd.Function):
     """``(call, *tensors) -> outputs``"""
 
@@ -266,16 +304,18 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        _, pull = torch.func.vjp(lambda *tensors: ctx.call.differentiate(tensors, Bound.gather), *ctx.saved_tensors)
-        return (None, *pull(tuple(cotangents)))
+        function, floats = _of_floats(lambda args: ctx.call.differentiate(args, Bound.gather_averaging), ctx.saved_tensors)
+        _, pull = torch.func.vjp(function, *floats)
+        gradients = iter(pull(tuple(cotangents)))
+        return (None, *(next(gradients) if is_differentiable(tensor) else None for tensor in ctx.saved_tensors))
 
     @staticmethod
     def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Tensors:
-        return _pushforward(lambda tensors: ctx.call.differentiate(tensors, Bound.gather), ctx.saved_tensors, tangents)
+        return _pushforward(lambda tensors: ctx.call.differentiate(tensors, Bound.gather_averaging), ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, *tensors: torch.Tensor) -> Any:
-        return _vmapped(lambda args: call.differentiate(args, Bound.gather), info, in_dims[1:], tensors)
+        return _vmapped(lambda args: call.differentiate(args, Bound.gather_averaging), info, in_dims[1:], tensors)
 
 
 def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Tensors:
@@ -288,8 +328,25 @@ def _pushforward(
     primals: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor | None],
 ) -> Tensors:
-    known = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True))
-    return torch.func.jvp(lambda *args: function(args), tuple(primals), known)[1]
+    known = tuple(
+        torch.zeros_like(primal) if tangent is None else tangent
+        for primal, tangent in zip(primals, tangents, strict=True)
+        if is_differentiable(primal)
+    )
+    of_floats, floats = _of_floats(function, primals)
+    return torch.func.jvp(of_floats, floats, known)[1]
+
+
+def _of_floats(
+    function: Callable[[Sequence[torch.Tensor]], Tensors], tensors: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Tensors], Tensors]:
+    """The function of those tensors alone that can be differentiated, and those tensors."""
+
+    def of_floats(*floats: torch.Tensor) -> Tensors:
+        values = iter(floats)
+        return function([next(values) if is_differentiable(tensor) else tensor for tensor in tensors])
+
+    return of_floats, tuple(tensor for tensor in tensors if is_differentiable(tensor))
 
 
 def _vmapped(
@@ -362,9 +419,10 @@ def tensor_leaves(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[tor
     """The tensors of a pytree, and what puts others in their places."""
     leaves, spec = pytree.tree_flatten(tree)
     at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # a template keeps no tensor alive
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        filled = list(leaves)
+        filled = list(others)
         for n, tensor in zip(at, tensors, strict=True):
             filled[n] = tensor
         return pytree.tree_unflatten(filled, spec)
