@@ -106,13 +106,13 @@ def _check_placement(mesh: Mesh, placements: Sequence[Placement], axis: int, pla
             raise NotImplementedError(f'{where}: only Partial("sum") and Partial("avg") can be reduced')
     elif isinstance(placement, Shard):
         if not is_flat_shard(placement):
-            raise ValueError(f"{where}: {placement} does not cut a flat buffer; use RowAtomic() or its like")
+            raise ValueError(f"{where}: {placement!r} does not cut a flat buffer; use RowAtomic() or its like")
     elif not isinstance(placement, Replicate):
         raise ValueError(f"{where}: expected Replicate(), Partial(...) or a shard, got {placement!r}")
     if axis and isinstance(placements[axis - 1], Shard) and not isinstance(placement, Shard):
         raise ValueError(
-            f"{where}: a shard stands before {placement}; shards must be the last placements, so that a rank holds one"
-            " contiguous range"
+            f"{where}: a shard stands before {placement!r}; shards must be the last placements, so that a rank holds"
+            " one contiguous range"
         )
 
 
@@ -130,6 +130,39 @@ def collective_of(spec: BufferSpec, kind: Kind, axis: int, average: bool, determ
     sizes = tuple(spec.layout.get_rank_range(spec.mesh, spec.placements, rank).numel for rank in line)
     stored = (spec.local_numel, spec.replace(axis, Replicate()).local_numel) if spec.stored_numel else None
     return Collective(kind, spec.mesh, axis, sizes, stored, average, deterministic, group)
+
+
+def redistribution_steps(old: Sequence[Placement], new: Sequence[Placement]) -> list[tuple[str, int, Placement]]:
+    """Operation, axis and placement of each step of `redistribute`, in an order in which each is legal.
+
+    Raises:
+        ValueError: if anything but itself should become ``Partial("sum")``.
+    """
+    now = list(old)
+    steps: list[tuple[str, int, Placement]] = []
+
+    def step(kind: str, axis: int, placement: Placement) -> None:
+        steps.append((kind, axis, placement))
+        now[axis] = placement
+
+    for axis in reversed(range(len(now))):
+        if isinstance(now[axis], Partial) and now[axis] != new[axis]:
+            direct = isinstance(new[axis], Shard) and all(now[k] == new[k] for k in range(axis + 1, len(now)))
+            step("reduce_scatter", axis, new[axis]) if direct else step("allreduce", axis, Replicate())
+    for axis in range(len(now)):
+        if isinstance(now[axis], Shard) and any(
+            now[k] != new[k] for k in range(axis, len(now)) if isinstance(now[k], Shard)
+        ):
+            step("allgather", axis, Replicate())
+    for axis in reversed(range(len(now))):
+        if now[axis] != new[axis]:
+            if new[axis] == Partial("sum"):
+                raise ValueError(
+                    f'redistribute: cannot change {old[axis]!r} to Partial("sum") on axis {axis} of {tuple(old)}: it'
+                    " would multiply the value by the number of ranks; use Partial('avg')"
+                )
+            step("view", axis, new[axis])
+    return steps
 
 
 # Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.

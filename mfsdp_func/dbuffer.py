@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.buffer_spec import BufferSpec, collective_of
+from mfsdp_func.buffer_spec import BufferSpec, collective_of, redistribution_steps
 from mfsdp_func.collective import Kind
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike
-from mfsdp_func.operation import check_tensors, faults_reported, run
+from mfsdp_func.operation import check_tensors, faults_reported, joined_link, run
 from mfsdp_func.placement import Partial, Placement, Replicate, Shard, changed_mesh_axis
 from mfsdp_func.ranges import Range, intersect_ranges
 from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
@@ -46,6 +46,8 @@ class DBuffer:
             TypeError: if an integer buffer is to be averaged.
         """
         spec = BufferSpec(mesh, placements, layout)
+        if not isinstance(local_buffer, torch.Tensor):
+            raise TypeError(f"DBuffer.from_local: got a {type(local_buffer).__name__}, expected a 1-D torch.Tensor")
         if local_buffer.dim() != 1 or local_buffer.numel() != spec.local_numel:
             raise ValueError(
                 f"DBuffer.from_local: rank {spec.mesh.get_rank()} gave a tensor of shape {tuple(local_buffer.shape)},"
@@ -134,7 +136,7 @@ class DBuffer:
         return self.local_buffer.dtype
 
     def __repr__(self) -> str:
-        return f"DBuffer({list(self.placements)}, {self.dtype}, {tuple(self.local_buffer.shape)}, {self.mesh}, {self.layout})"
+        return f"DBuffer({self.dtype}, {tuple(self.local_buffer.shape)}, {self.spec})"
 
     def get_local_part(self, tensor_index: int) -> Range:
         """Which elements of a tensor this rank holds; empty where it holds none."""
@@ -152,7 +154,8 @@ class DBuffer:
         """
         part = self.get_local_part(tensor_index)
         shape = self.layout.tensor_shapes[tensor_index]
-        start = self.layout.tensor_to_offset[tensor_index] + part.start - self.spec.local_range.start if part.numel else 0
+        offset = self.layout.tensor_to_offset[tensor_index] - self.spec.local_range.start
+        start = offset + part.start if part.numel else 0
         flat = self.local_buffer[start : start + part.numel]
         if part.numel == shape.numel():
             return flat.view(shape)
@@ -174,9 +177,9 @@ class DBuffer:
         _check_dtype(self.spec, dtype)
         return DBuffer(self.spec, self.local_buffer.to(dtype))
 
-    def allgather(self, axis: str | int) -> "DBuffer":
+    def allgather(self, axis: str | int, *, deterministic: bool = False) -> "DBuffer":
         """Sharded -> `Replicate` along an axis; see the function of the same name."""
-        return allgather(self, axis)[0]
+        return allgather(self, axis, deterministic=deterministic)[0]
 
     def allreduce(self, axis: str | int, *, deterministic: bool = False) -> "DBuffer":
         """`Partial` -> `Replicate` along an axis; see the function of the same name."""
@@ -215,7 +218,9 @@ class DBuffer:
                 if isinstance(before, Replicate)
                 else "only Replicate can be viewed otherwise; use redistribute"
             )
-            raise ValueError(f"view: cannot change {before} to {after} on axis {self.mesh.axis_names[axis]!r}: {remedy}")
+            raise ValueError(
+                f"view: cannot change {before!r} to {after!r} on axis {self.mesh.axis_names[axis]!r}: {remedy}"
+            )
         spec = self.spec.replace(axis, after)
         _check_dtype(spec, self.dtype)
         if isinstance(after, Partial):
@@ -228,23 +233,33 @@ class DBuffer:
 
 
 def allgather(
-    buffer: DBuffer, axis: str | int, *, after: After = (), stream: AnyStream | None = None, async_op: bool = False
+    buffer: DBuffer,
+    axis: str | int,
+    *,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+    deterministic: bool = False,
 ) -> tuple[DBuffer, Token]:
     """Sharded -> `Replicate`: join the segments of all ranks along a mesh axis. Every rank of the mesh calls.
 
-    The axis must be the outermost sharded one, so that what is joined is one range. Transpose: `reduce_scatter`.
-    For `after`, `stream` and `async_op` see `gather`.
+    The axis must be the outermost sharded one, so that what is joined is one range. Transpose: `reduce_scatter`, which
+    is where `deterministic` counts. For `after`, `stream` and `async_op` see `gather`.
 
     Raises:
         ValueError: if the axis is not sharded, or another one must be gathered before it.
     """
     index = buffer.mesh.axis_index(axis)
     if not isinstance(buffer.placements[index], Shard):
-        raise ValueError(f"allgather: axis {axis!r} is {buffer.placements[index]}, expected a shard; see redistribute")
+        raise ValueError(
+            f"allgather: axis {axis!r} is {buffer.placements[index]!r}, expected a shard; see redistribute"
+        )
     if index and isinstance(buffer.placements[index - 1], Shard):
-        raise ValueError(f"allgather: axis {index - 1} of {buffer.placements} is sharded too and must be gathered first")
+        raise ValueError(
+            f"allgather: axis {index - 1} of {buffer.placements} is sharded too and must be gathered first"
+        )
     target = buffer.spec.replace(index, Replicate())
-    return _collective("allgather", buffer, buffer.spec, target, index, False, (after, stream, async_op))
+    return _collective("allgather", buffer, buffer.spec, target, index, deterministic, (after, stream, async_op))
 
 
 def reduce_scatter(
@@ -311,68 +326,63 @@ def redistribute(
     Sums come first (innermost axis first, where they end in shards), then gathers (outermost first), then views.
 
     Raises:
-        ValueError: if a step is refused, as `Replicate` -> ``Partial("sum")`` and shard -> `Partial` are.
+        ValueError: before any communication, on anything but itself -> ``Partial("sum")``.
     """
     target = tuple(placements)
     spec = BufferSpec(buffer.mesh, target, buffer.layout)
     _check_dtype(spec, buffer.dtype)
-    steps = _steps(buffer.placements, target)
-    token = Token(torch.zeros((), device=buffer.local_buffer.device), dtype=buffer.dtype)
-    tokens: After = after
-    communicating = [n for n, step in enumerate(steps) if step[0] != "view"]
+    steps = redistribution_steps(buffer.placements, target)
+    tokens = as_tokens(after)
+    link = joined_link(tokens)
+    token = Token(torch.zeros((), device=buffer.local_buffer.device) if link is None else link, dtype=buffer.dtype)
     for n, (kind, axis, placement) in enumerate(steps):
-        last = bool(communicating) and n == communicating[-1] and n == len(steps) - 1
-        how = {"after": tokens, "stream": stream, "async_op": async_op and last}
-        if kind == "view":
-            for waited in as_tokens(tokens):
-                waited.wait(stream)
+        flies = async_op and n == len(steps) - 1
+        if kind == "allgather":
+            buffer, token = allgather(
+                buffer, axis, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
+            )
+        elif kind == "reduce_scatter":
+            buffer, token = reduce_scatter(
+                buffer, axis, placement, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
+            )
+        elif kind == "allreduce":
+            buffer, token = allreduce(
+                buffer, axis, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
+            )
+        else:
+            _wait(tokens)
             buffer = buffer.view((*buffer.placements[:axis], placement, *buffer.placements[axis + 1 :]))
             continue
-        if kind == "allgather":
-            buffer, token = allgather(buffer, axis, **how)
-        elif kind == "reduce_scatter":
-            buffer, token = reduce_scatter(buffer, axis, placement, deterministic=deterministic, **how)
-        else:
-            buffer, token = allreduce(buffer, axis, deterministic=deterministic, **how)
-        tokens = token
+        tokens = (token,)
+    if not steps:
+        _wait(tokens)
     return buffer, token
 
 
-def _steps(old: Sequence[Placement], new: Sequence[Placement]) -> list[tuple[str, int, Placement]]:
-    """Operation, axis and placement of each step of `redistribute`, in an order in which each is legal."""
-    now = list(old)
-    steps: list[tuple[str, int, Placement]] = []
+def _wait(tokens: Sequence[Token]) -> None:
+    for token in tokens:
+        token.wait()
 
-    def step(kind: str, axis: int, placement: Placement) -> None:
-        steps.append((kind, axis, placement))
-        now[axis] = placement
 
-    for axis in reversed(range(len(now))):
-        if isinstance(now[axis], Partial) and now[axis] != new[axis]:
-            direct = isinstance(new[axis], Shard) and all(now[k] == new[k] for k in range(axis + 1, len(now)))
-            step("reduce_scatter", axis, new[axis]) if direct else step("allreduce", axis, Replicate())
-    for axis in range(len(now)):
-        if isinstance(now[axis], Shard) and any(now[k] != new[k] for k in range(axis, len(now)) if isinstance(now[k], Shard)):
-            step("allgather", axis, Replicate())
-    for axis in reversed(range(len(now))):
-        if now[axis] != new[axis]:
-            step("view", axis, new[axis])
-    return steps
+# torch has no sum of them, or one that is no sum.
+_NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _require_partial(operation: str, buffer: DBuffer, axis: int) -> None:
     if not isinstance(buffer.placements[axis], Partial):
         raise ValueError(
-            f"{operation}: axis {buffer.mesh.axis_names[axis]!r} is {buffer.placements[axis]}, expected a Partial;"
+            f"{operation}: axis {buffer.mesh.axis_names[axis]!r} is {buffer.placements[axis]!r}, expected a Partial;"
             ' a Replicate buffer can be viewed as Partial("avg")'
         )
-    if buffer.dtype == torch.bool or (buffer.dtype.is_floating_point and buffer.dtype.itemsize == 1):
+    if buffer.dtype in _NOT_ADDED or (buffer.dtype.is_floating_point and buffer.dtype.itemsize == 1):
         raise TypeError(f"{operation}: {buffer.dtype} cannot be added; cast the buffer first")
 
 
 def _check_dtype(spec: BufferSpec, dtype: torch.dtype) -> None:
     if not (dtype.is_floating_point or dtype.is_complex) and Partial("avg") in spec.placements:
-        raise TypeError(f'{dtype} buffers cannot be averaged: {spec.placements} holds Partial("avg"); use Partial("sum")')
+        raise TypeError(
+            f'{dtype} buffers cannot be averaged: {spec.placements} holds Partial("avg"); use Partial("sum")'
+        )
 
 
 def _collective(

@@ -4,7 +4,6 @@ from functools import lru_cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_func.dbuffer import DBuffer
@@ -13,6 +12,7 @@ from mfsdp_func.mesh import Mesh
 from mfsdp_func.operation import check_tensors, run
 from mfsdp_func.placement import shard_axes
 from mfsdp_func.plan import Plan
+from mfsdp_func.transport.groups import axis_groups
 
 
 def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
@@ -76,16 +76,15 @@ def chunk_plan(mesh: Mesh, axes: tuple[int, ...], layout: GlobalLayout, tensor_i
     return Plan("get_dtensor", f"tensor {tensor_index}", mesh, axes, (shape,), source, target, (0,))
 
 
-@lru_cache(maxsize=64)
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """A `DeviceMesh` over the process groups of a mesh; no group is created.
 
     Raises:
         RuntimeError: if the mesh has none.
     """
-    if not mesh.groups:
+    groups = axis_groups(mesh)
+    if not groups:
         raise RuntimeError(f"{mesh} has no process groups; DTensors live on a mesh made from a torch DeviceMesh")
-    groups = [_resolve_process_group(name) for name in mesh.groups]
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=mesh.axis_names)
     grid = torch.tensor(mesh.ranks).view(mesh.shape)

@@ -143,7 +143,7 @@ def _run(
         tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
         inputs = given_tensors(plan, wiring, source)
         options = check_tensors(plan, wiring.inputs, inputs, said[0], device, tokens)
-    flat = [tensor.reshape(-1) for tensor in inputs]
+    flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in inputs]
     outputs, token = run(plan, options, flat, tokens, how[1], how[2])
     return _results(wiring, outputs, options), token
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_func.gather_scatter import given_tensors, plan_of, wiring_of
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.movement import is_eager, launch
+from mfsdp_func.movement import is_untransformed, launch
 from mfsdp_func.operation import check_tensors, faults_reported
 from mfsdp_func.owner_planning import GroupOwnerLayout
 from mfsdp_func.placement import RowAtomic
@@ -53,7 +53,9 @@ def scatter(
     _move_into(plan_of("scatter", owner_layout, False), owner_layout, source, destination)
 
 
-def _get_rank_ranges(layout: GlobalLayout, mesh: DeviceMesh | Mesh) -> dict[int, Range]:
+def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]
+    layout: GlobalLayout, mesh: DeviceMesh | Mesh
+) -> dict[int, Range]:
     """The buffer range of every global rank when all mesh axes cut the buffer, in buffer order."""
     value = as_mesh(mesh)
     placements = (RowAtomic(),) * value.ndim
@@ -65,7 +67,7 @@ def _get_rank_ranges(layout: GlobalLayout, mesh: DeviceMesh | Mesh) -> dict[int,
 def _move_into(
     plan: Plan, owners: GroupOwnerLayout, source: Mapping[int, torch.Tensor], destination: Mapping[int, torch.Tensor]
 ) -> None:
-    if not is_eager(None, tracked=False):
+    if not is_untransformed():
         raise RuntimeError(
             f"inplace.{plan.label} cannot run under a torch.func transform or in a compiled region; use mfsdp_func."
             f"{plan.operation}, which returns new tensors"

@@ -91,15 +91,16 @@ class GlobalLayout:
             count = len(self.tensor_shapes)
             return f"GlobalLayout({count} tensors, size={self.size}, {self.dp_size} ranks, digest={self.digest[:12]})"
         shapes = [tuple(shape) for shape in self.tensor_shapes]
-        storage = ", stores_equal_segments=True" if self.stores_equal_segments else ""
-        return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)}{storage})"
+        flag = ", stores_equal_segments=True" if self.stores_equal_segments else ""
+        return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)}{flag})"
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments))
+        value = (self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments)
+        return hash(value)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in GlobalLayout.__dataclass_fields__}

@@ -49,8 +49,8 @@ def _warn_of_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: 
         balanced = padding_report(build_for_row_atomic_balanced(shapes, report.ranks, block_size=block_size))
         words.append(
             "Every segment boundary is a multiple of every row size, so padding grows with their least common multiple."
-            f" ShardLayout.BALANCED stores {balanced.stored:,} ({balanced.times:,.2f} times); ShardLayout.UNPADDED has no"
-            " padding, but unequal segments."
+            f" ShardLayout.BALANCED stores {balanced.stored:,} ({balanced.times:,.2f} times); ShardLayout.UNPADDED has"
+            " no padding, but unequal segments."
         )
     elif not report.hopeless or finer == shape:
         return

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -45,7 +45,6 @@ class Mesh:
         axis_names: one name per axis; by default ``axis0, axis1, ...``.
         ranks: the global ranks in row-major order, each once; by default ``0, 1, 2, ...``.
         rank: the global rank of this process, which may lie outside the mesh; None for nobody.
-        groups: names of the process groups of the axes through `rank`; not part of the value.
 
     >>> mesh = Mesh((2, 2), ranks=(3, 1, 0, 2), rank=0)
     >>> mesh.coordinate(), mesh.axis_ranks(1), mesh.size()
@@ -56,7 +55,6 @@ class Mesh:
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...]
     rank: int | None
-    groups: tuple[str, ...] = field(compare=False)
 
     def __init__(
         self,
@@ -64,7 +62,6 @@ class Mesh:
         axis_names: Iterable[str] | None = None,
         ranks: Iterable[int] | None = None,
         rank: int | None = None,
-        groups: Iterable[str] = (),
     ) -> None:
         sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
         if not sizes or min(sizes) < 1:
@@ -80,7 +77,6 @@ class Mesh:
             ("axis_names", names),
             ("ranks", grid),
             ("rank", rank),
-            ("groups", tuple(groups)),
         ):
             object.__setattr__(self, name, value)
 
@@ -230,14 +226,29 @@ def as_mesh(mesh: "Mesh | MeshLike") -> Mesh:
         flat = [item for row in flat for item in row]
     if len(shape) != mesh.ndim or len(flat) != mesh.size():
         raise ValueError(f"{mesh!r}: a grid of shape {shape} contradicts ndim {mesh.ndim} and size {mesh.size()}")
-    names = getattr(mesh, "mesh_dim_names", None)
-    return Mesh(shape, names, flat, mesh.get_rank(), _group_names(mesh))
+    value = Mesh(shape, getattr(mesh, "mesh_dim_names", None), flat, mesh.get_rank())
+    if groups := _group_names(mesh):
+        _GROUPS[value] = groups
+    return value
+
+
+def group_names(mesh: Mesh) -> tuple[str, ...]:
+    """Names of the process groups of a mesh, one per axis through this rank; none where it came from no `DeviceMesh`.
+
+    Groups are no part of the value: equal meshes share those of the `DeviceMesh` that was converted last.
+    """
+    return _GROUPS.get(mesh, ())
+
+
+_GROUPS: dict[Mesh, tuple[str, ...]] = {}
 
 
 def _group_names(mesh: object) -> tuple[str, ...]:
-    """Names of a DeviceMesh's process groups, one per axis; none where the mesh has no such thing."""
     get_group = getattr(mesh, "get_group", None)
     coordinate = getattr(mesh, "get_coordinate", lambda: None)()
     if get_group is None or coordinate is None:
         return ()
-    return tuple(get_group(axis).group_name for axis in range(len(coordinate)))
+    try:
+        return tuple(get_group(axis).group_name for axis in range(len(coordinate)))
+    except RuntimeError:
+        return ()  # a DeviceMesh without process groups still plans

@@ -5,61 +5,35 @@ and vmap rules are the map's transpose, the map itself, and the map on elements 
 also takes and returns a *link*, a differentiable zero: the one input that a rank has where it holds no tensor.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.collective import Collective
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.move_operator import LIBRARY, call_operator, remembered
 from mfsdp_func.plan import Plan
 from mfsdp_func.transport import Call, Carrier, carrier_of
-from mfsdp_func.transport.agreement import agree, checking
+from mfsdp_func.transport.agreement import agree, checking, report_fault
 from mfsdp_func.transport.collectives import start_collective
 from mfsdp_func.transport.exchange import empty_outputs, start_exchange
 
-
-class LinearMap(Protocol):
-    """A frozen value that says how elements move between ranks, as this rank sees it."""
-
-    @property
-    def key(self) -> str:
-        """The value as one rank runs it, as a string."""
-        ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def transpose(self) -> "LinearMap": ...
-
-    @property
-    def input_numels(self) -> tuple[int, ...]: ...
-
-    @property
-    def output_numels(self) -> tuple[int, ...]: ...
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank exchanges anything with others, so that they wait for it."""
-        ...
+LinearMap: TypeAlias = Plan | Collective
+"""A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""
 
 
 @singledispatch
@@ -149,7 +123,7 @@ _FLIGHT: ContextVar[Flight | None] = ContextVar("mfsdp_func_flight", default=Non
 
 
 @contextmanager
-def in_flight() -> Iterator[Flight]:
+def in_flight() -> Generator[Flight, None, None]:
     """Calls inside do not wait for their ends, but leave them to the `Flight` given."""
     flight = Flight()
     before = _FLIGHT.set(flight)
@@ -223,47 +197,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-# The operator that compiled code holds: the map behind a key, on whatever carrier serves the mesh at run time.
-
-_MAPS: dict[str, LinearMap] = {}
-
-_LIBRARY = torch.library.Library("mfsdp_func", "DEF")
-_LIBRARY.define(
-    "move(Tensor[] inputs, Tensor link, str key, ScalarType? dtype, bool forward, bool differentiated) -> Tensor[]"
-)
-
-
 def _move_impl(
     inputs: list[torch.Tensor],
     link: torch.Tensor,
+    after: torch.Tensor | None,
     key: str,
     dtype: torch.dtype | None,
     forward: bool,
     differentiated: bool,
 ) -> list[torch.Tensor]:
-    linear = _MAPS[key]
+    linear, options = remembered(key), Options(dtype, link.device, differentiated, forward)
     # An operator's results may not share a storage: compilers reuse the memory of each on its own. (Compiled code
     # knows the dtype; where it is still to be told, some other dispatch mode is active.)
     outputs = None if dtype is None else allocate(linear, dtype, link.device, link.shape, False)
-    return list(launch(linear, Options(dtype, link.device, differentiated, forward), link.shape, inputs, outputs))
+    return [torch.zeros_like(link), *launch(linear, options, link.shape, inputs, outputs)]
 
 
-def _move_fake(
-    inputs: list[torch.Tensor],
-    link: torch.Tensor,
-    key: str,
-    dtype: torch.dtype | None,
-    forward: bool,
-    differentiated: bool,
-) -> list[torch.Tensor]:
-    dtype = dtype or torch.float32
-    return [link.new_empty((numel, *link.shape), dtype=dtype) for numel in _MAPS[key].output_numels]
-
-
-_LIBRARY.impl("move", _move_impl, "CompositeExplicitAutograd")
-torch.library.register_fake("mfsdp_func::move", _move_fake, lib=_LIBRARY)
-# A rank whose results nobody reads still sends what its peers wait for.
-torch.fx.node.has_side_effect(torch.ops.mfsdp_func.move.default)
+LIBRARY.impl("move", _move_impl, "CompositeExplicitAutograd")
 
 
 class _Move(torch.autograd.Function):
@@ -272,13 +222,10 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(link: torch.Tensor, linear: LinearMap, options: Options, *inputs: torch.Tensor) -> tuple[Any, ...]:
         if _is_traced(link):
-            _MAPS.setdefault(linear.key, linear)
-            outputs = torch.ops.mfsdp_func.move(
-                list(inputs), link, linear.key, options.dtype, options.forward, options.differentiated
+            return tuple(
+                call_operator(linear, inputs, link, options.dtype, options.forward, options.differentiated)
             )
-        else:
-            outputs = launch(linear, options, link.shape, inputs)
-        return (torch.zeros_like(link), *outputs)
+        return (torch.zeros_like(link), *launch(linear, options, link.shape, inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -348,9 +295,17 @@ def is_eager(link: torch.Tensor | None, tracked: bool) -> bool:
     return (
         not tracked
         and (link is None or not (link.requires_grad and torch.is_grad_enabled()))
-        and _functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
+        and is_untransformed()
+    )
+
+
+def is_untransformed() -> bool:
+    """Whether no `torch.func` transform and no tracer (but maybe a mode that only watches operators) is active."""
+    return (
+        _functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        and all(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
     )
 
 
@@ -361,13 +316,14 @@ def move(
 
     Raises:
         RuntimeError: inside a `torch.func` gradient on a rank that others wait for, but which has no input that could
-            make it run the backward pass.
+            make it run the backward pass; and inside `jacrev` and `jacfwd`.
     """
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     if is_eager(link, tracked):
         outputs = launch(linear, options, (), inputs)
         return torch.zeros((), device=options.device) if link is None else link, outputs
     _refuse_unlinked(linear, link, inputs)
+    _refuse_jacobians(linear)
     if link is None:
         link = torch.zeros((), device=options.device)
     options = replace(options, differentiated=tracked or link.requires_grad)
@@ -378,8 +334,23 @@ def move(
 def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
     transforms = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()} & {"Grad", "Jvp"}
     if transforms and link is None and not inputs and linear.takes_part:
-        raise RuntimeError(
+        error = RuntimeError(
             f"{linear.label}: differentiated on rank {linear.mesh.rank}, which has no tensor to give: its gradients would"
             " silently be zero while its peers wait. Thread the token of the operation before with after=, or link the"
             " call to this rank's own differentiated tensors with after=Token.linked_to(tensor)"
         )
+        if checking():
+            report_fault(carrier_of(linear.mesh), linear.mesh, linear.label, error)
+        raise error
+
+
+def _refuse_jacobians(linear: LinearMap) -> None:
+    frame = sys._getframe() if _functorch.peek_interpreter_stack() is not None else None  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        name = frame.f_code.co_qualname.partition(".")[0]
+        if name in ("jacrev", "jacfwd") and frame.f_code.co_filename == eager_transforms.__file__:
+            raise RuntimeError(
+                f"{linear.label}: torch.func.{name} batches a unit vector per element of this rank, so that an exchange"
+                " would mix the rows of different ranks; take vjp or jvp of one direction at a time, alike on all ranks"
+            )
+        frame = frame.f_back

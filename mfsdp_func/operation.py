@@ -1,6 +1,6 @@
 """One call of an operation, from its tensors to results and a token: checks, tokens, streams, faults."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,7 +13,7 @@ from mfsdp_func.transport.agreement import checking, report_fault
 
 
 @contextmanager
-def faults_reported(linear: LinearMap) -> Iterator[None]:
+def faults_reported(linear: LinearMap) -> Generator[None, None, None]:
     """While the agreement check is on, let a fault that this rank sees in its inputs be raised on all ranks."""
     try:
         yield
@@ -42,6 +42,10 @@ def check_tensors(
     for name, tensor, numel in zip(names, tensors, linear.input_numels, strict=True):
         if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{linear.label}: tensor {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+            raise TypeError(f"{linear.label}: tensor {name} is a {type(tensor).__name__}; pass its local shard")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{linear.label}: tensor {name} has layout {tensor.layout}; only strided tensors can move")
         if tensor.numel() != numel:
             raise ValueError(
                 f"{linear.label}: tensor {name} has {tensor.numel()} elements {tuple(tensor.shape)} on rank"
@@ -59,10 +63,6 @@ def check_tensors(
             )
     if first is None:
         return _options_without_tensor(linear, dtype, device, tokens)
-    if type(first) is not torch.Tensor and hasattr(first, "to_local"):
-        raise TypeError(f"{linear.label}: tensor {names[0]} is a {type(first).__name__}; pass its local shard")
-    if first.layout != torch.strided:
-        raise TypeError(f"{linear.label}: tensor {names[0]} has layout {first.layout}; only strided tensors can move")
     if dtype not in (None, first.dtype):
         raise TypeError(f"{linear.label}: dtype={dtype} was asserted, but tensor {names[0]} is {first.dtype}; convert it")
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):

@@ -172,7 +172,7 @@ class GroupOwnerLayout:
         value = as_mesh(mesh)
         chosen = _all_sharded(value) if placements is None else tuple(placements)
         for placement in chosen:
-            if not isinstance(placement, (Replicate, Shard)):
+            if not (isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0)):
                 raise ValueError(
                     f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}"
                 )

@@ -29,7 +29,7 @@ class ShardLayout(enum.Enum):
     UNPADDED = "unpadded"
     """No padding; each segment ends at the row boundary nearest to an even split, so segments are unequal."""
     BALANCED = "balanced"
-    """Equal *stored* segments: cut at row boundaries so that the largest is the least possible, padded at their ends."""
+    """Equal *stored* segments: cut at row boundaries so that the largest is the least possible, padded at the ends."""
 
 
 class _FlatShard(Shard):

@@ -280,8 +280,8 @@ class Plan:
         return "\n".join(rows)
 
 
-_TRANSPOSED = {"gather": "transpose of gather", "scatter": "transpose of scatter"}
-_TRANSPOSED |= {back: forth for forth, back in _TRANSPOSED.items()}
+_BACK = {"gather": "transpose of gather", "scatter": "transpose of scatter"}
+_TRANSPOSED = _BACK | {back: forth for forth, back in _BACK.items()}
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """The pure `apply` of `fully_shard`: the module's own forward, with each unit gathering its parameters while it runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class ShardedModule:
         return leaf.to(self._output_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     @contextmanager
-    def _held(self, run: _Run) -> Iterator[None]:
+    def _held(self, run: _Run) -> Generator[None, None, None]:
         """Gather the parameters of held units for the whole pass."""
         held: dict[str, torch.Tensor] = {}
         for n, unit in enumerate(self.units):

@@ -7,7 +7,7 @@ go through the same computation written with differentiable operations.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -377,7 +377,7 @@ def current_random(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def replayed(states: Sequence[torch.Tensor]) -> Iterator[None]:
+def replayed(states: Sequence[torch.Tensor]) -> Generator[None, None, None]:
     """Compute under given random states, and put the present ones back; nothing where none are given."""
     if not states:
         yield
@@ -391,7 +391,7 @@ def replayed(states: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def swapped(module: nn.Module, params: dict[str, torch.Tensor], *, fresh_buffers: bool = False) -> Iterator[None]:
+def swapped(module: nn.Module, params: dict[str, torch.Tensor], *, fresh_buffers: bool = False) -> Generator[None, None, None]:
     """Put tensors in the place of a module's parameters, by qualified name.
 
     With `fresh_buffers`, changes that the computation makes to module buffers are undone: a second run of the same

@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.carrier import Call, Carrier
@@ -15,7 +17,7 @@ _ENABLED: ContextVar[bool | None] = ContextVar("mfsdp_func_agreement_check", def
 
 
 @contextmanager
-def agreement_check(enabled: bool = True) -> Iterator[None]:
+def agreement_check(enabled: bool = True) -> Generator[None, None, None]:
     """Switch the agreement check on (or off) for this thread; all ranks must do the same.
 
     While it is on, every operation begins with one all-gather of 1 KiB per rank, and where a rank sees a fault in its
@@ -91,5 +93,6 @@ def _share(carrier: Carrier, mesh: Mesh, record: dict[str, str]) -> dict[int, di
         longest = max(record, key=lambda fact: len(record[fact]))
         record = record | {longest: record[longest][: len(record[longest]) // 2] + "..."}
         text = json.dumps(record).encode()
-    records = carrier.all_gather_bytes(mesh, text.ljust(_RECORD_NBYTES))
+    with temporarily_clear_interpreter_stack():  # records are plain bytes, under a `torch.func` transform too
+        records = carrier.all_gather_bytes(mesh, text.ljust(_RECORD_NBYTES))
     return {rank: json.loads(other) for rank, other in zip(mesh.ranks, records, strict=True)}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -59,14 +60,28 @@ def empty_outputs(
     Side by side in one storage, in the order of the slots and aligned to 64 bytes, they take one allocation, and
     messages for neighbours need no buffer.
     """
-    numels = plan.local.output_numels
-    make = torch.empty if plan.without_own is None else torch.zeros
+    view = plan.local
+    unit = max(1, _ALIGNMENT_NBYTES // dtype.itemsize) if one_storage else 1
+    steps, snug, complete = _room(view, unit)
+    make = torch.empty if complete else torch.zeros
     if not one_storage:
-        return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in numels)
-    unit = max(1, _ALIGNMENT_NBYTES // dtype.itemsize)
-    steps = tuple(-(-numel // unit) * unit for numel in numels)
-    parts = make((sum(steps), *batch), dtype=dtype, device=device).split(steps) if steps else ()
-    return tuple(part if part.shape[0] == numel else part[:numel] for part, numel in zip(parts, numels, strict=True))
+        return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in steps)
+    if not steps:
+        return ()
+    parts = make((sum(steps), *batch), dtype=dtype, device=device).split_with_sizes(steps)
+    return parts if snug else tuple(map(_shortened, parts, view.output_numels))
+
+
+@lru_cache(maxsize=4096)
+def _room(view: RankView, unit: int) -> tuple[tuple[int, ...], bool, bool]:
+    """Elements to allocate per output, whether that is just what they need, and whether all of it gets written."""
+    steps = tuple(-(-numel // unit) * unit for numel in view.output_numels)
+    written = sum(transfer.numel for transfer in view.receives) + sum(copy.numel for copy in view.copies)
+    return steps, steps == view.output_numels, written == sum(view.output_numels)
+
+
+def _shortened(part: torch.Tensor, numel: int) -> torch.Tensor:
+    return part[:numel]
 
 
 def _parcels(messages: Sequence[Message], tensors: Sequence[torch.Tensor]) -> list[Parcel]:

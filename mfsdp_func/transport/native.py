@@ -4,15 +4,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.collective import Collective
 from mfsdp_func.transport.carrier import Call
 from mfsdp_func.transport.collectives import compact, spread
+from mfsdp_func.transport.groups import axis_groups
 
 # Newer torch has new names for the same two collectives, and warns about the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor"
+)
+_reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor"
+)
 
 _ADDED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8}
@@ -23,11 +27,12 @@ def native_collective(
     call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
 ) -> Callable[[], None] | None:
     """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum."""
-    if not collective.mesh.groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
+    groups = axis_groups(collective.mesh)
+    if not groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
         return None
     if collective.kind != "allgather" and source.dtype not in _ADDED:
         return None
-    group = _resolve_process_group(collective.mesh.groups[collective.axis])
+    group = groups[collective.axis]
     order = dist.get_process_group_ranks(group)
     to_buffer = [order.index(rank) for rank in collective.line]
     if collective.kind == "allreduce":
@@ -39,7 +44,11 @@ def native_collective(
 
 
 def _all_gather(
-    collective: Collective, group: dist.ProcessGroup, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
+    collective: Collective,
+    group: dist.ProcessGroup,
+    to_buffer: Sequence[int],
+    source: torch.Tensor,
+    target: torch.Tensor,
 ) -> Callable[[], None]:
     if collective.stored is None and to_buffer == sorted(to_buffer):
         work = _all_gather_single(_as_bytes(target), _as_bytes(source), group=group, async_op=True)
@@ -55,7 +64,11 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    collective: Collective, group: dist.ProcessGroup, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
+    collective: Collective,
+    group: dist.ProcessGroup,
+    to_buffer: Sequence[int],
+    source: torch.Tensor,
+    target: torch.Tensor,
 ) -> Callable[[], None]:
     ranks, step = len(to_buffer), target.shape[0]
     stored = source if collective.stored is None else spread(source, collective.sizes, step)

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.carrier import Call, Parcel
+from mfsdp_func.transport.groups import axis_groups
 from mfsdp_func.transport.native import native_collective
 
-# Two gloo ranks on loopback, medians: a message costs about 60 us beyond its bytes, packing costs one more pass over
-# them in memory; the two meet near 128 KiB (examples/benchmarks/thresholds.py).
-DIRECT_NBYTES = 128 * 1024
+# Two gloo ranks on loopback, 64 pieces each way, medians: a message costs 40 to 60 us beyond its bytes (1 to 1.4 GB/s);
+# packing costs two more passes over them. Direct over packed: 4 at 4 KiB, 1.0 to 1.1 at 32 KiB, 0.7 to 0.8 at 64 KiB
+# (examples/benchmarks/thresholds.py).
+DIRECT_NBYTES = 64 * 1024
 # Buffers for packed messages in flight, all peers together: two stages, each way.
 PACKED_NBYTES = 4 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
@@ -127,8 +128,9 @@ def _group(mesh: Mesh) -> dist.ProcessGroup:
             f"no process group is initialised, so {mesh} cannot communicate; start the program with torchrun and call"
             " torch.distributed.init_process_group, or run it in one process with mfsdp_func.simulate"
         )
-    if mesh.ndim == 1 and mesh.groups:
-        return _resolve_process_group(mesh.groups[0])
+    groups = axis_groups(mesh)
+    if mesh.ndim == 1 and groups:
+        return groups[0]
     world = dist.group.WORLD
     if world is None or max(mesh.ranks) >= dist.get_world_size():
         raise RuntimeError(f"{mesh} has ranks beyond the {dist.get_world_size()} ranks of the default process group")

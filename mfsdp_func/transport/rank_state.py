@@ -1,7 +1,7 @@
 """State that belongs to a process, but which simulated ranks must each have for themselves."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class ProcessState:
 
 
 @contextmanager
-def shared_dual_level() -> Iterator[None]:
+def shared_dual_level() -> Generator[None, None, None]:
     """Let several threads be inside `jvp` at once: torch has one dual level per process, which the last one closes."""
     enter: Callable[[], int] = predispatch._enter_dual_level_impl  # pyright: ignore[reportPrivateUsage]
     leave: Callable[..., None] = predispatch._exit_dual_level_impl  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,106 @@
+"""Timing: methods by turns in every round, ratios within a round, medians over rounds."""
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], object]
+
+
+def time_rounds(
+    runs: Mapping[str, Run], rounds: int, *, warm_up: int = 1, prepare: Mapping[str, Run] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, the slowest rank's; every rank calls.
+
+    Every round runs each of them once, starting one further each time, and all ranks start together; what `prepare`
+    holds for one runs before it, untimed.
+    """
+    names = list(runs)
+    seconds = {name: [0.0] * rounds for name in names}
+    for number in range(-warm_up, rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            if prepare is not None:
+                prepare[name]()
+            dist.barrier()
+            start = time.perf_counter()
+            result = runs[name]()
+            elapsed = time.perf_counter() - start
+            del result
+            if number >= 0:
+                seconds[name][number] = elapsed
+    table = torch.tensor([seconds[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(names, table.tolist(), strict=True))
+
+
+def time_alone(run: Run, repeats: int) -> float:
+    """Median seconds of a run that needs no other rank."""
+    run()
+    seconds: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> float:
+    """Median over rounds of one method's time over another's, within the round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Median seconds of each method."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the software, as far as they decide what is measured."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def join() -> tuple[int, int]:
+    """Join the process group that torchrun (or the driver) describes; returns this rank and the number of ranks."""
+    torch.set_num_threads(1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()

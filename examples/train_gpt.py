@@ -1,0 +1,341 @@
+"""Train a byte-level GPT on real text, its parameters cut by rows, its matrices updated by their owners.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py
+
+Every transformer block is one flat buffer, cut between the ranks at row boundaries. A step gathers the blocks, takes
+the gradient of this rank's batch, averages it onto each rank's own rows, and updates these: with AdamW where they lie,
+with Muon by way of each matrix's owner (gather, Newton-Schulz, scatter). At the end rank 0 repeats the training in one
+process, without any of this, and compares the weights.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpt
+import reference
+import torch
+import torch.distributed as dist
+from text import TextError, batch_at, load_text
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp_func as mf
+from mfsdp_func import optim
+from mfsdp_func.plan import gather_plan, scatter_plan
+
+MUON_RATE, ADAMW_RATE, WARMUP = 0.02, 0.003, 10
+PLOT_SUFFIXES = (".pdf", ".png", ".svg")
+
+
+class Unit(NamedTuple):
+    """One flat buffer: the names of its tensors, where they lie, who owns its matrices, what updates them."""
+
+    names: tuple[str, ...]
+    layout: mf.GlobalLayout
+    owners: mf.GroupOwnerLayout
+    optimizer: optim.GradientTransformation[Any]
+
+    @property
+    def segment(self) -> mf.Range:
+        """The elements of the buffer that this rank holds."""
+        return self.layout.get_local_range(self.owners.mesh, self.owners.placements)
+
+
+class State(NamedTuple):
+    """What a step takes and returns, by unit."""
+
+    buffers: dict[str, torch.Tensor]
+    """This rank's segment of each flat buffer: 1-D, in the dtype of the parameters."""
+    optimizers: dict[str, Any]
+    """Optimizer states of this rank's shards."""
+
+
+class Metrics(NamedTuple):
+    """What a step tells."""
+
+    loss: torch.Tensor
+    """Mean over ranks: 0-D."""
+
+
+def is_matrix(unit: str, name: str) -> bool:
+    """Whether Muon trains a tensor: the matrices of the blocks."""
+    return unit != gpt.OUTER and not name.startswith("norm")
+
+
+def learning_rate(peak: float, steps: int, step: torch.Tensor) -> torch.Tensor:
+    """A linear rise, then a linear fall to a tenth: 0-D, float64."""
+    return peak * torch.minimum((step.double() + 1) / WARMUP, 1 - 0.9 * step.double() / steps)
+
+
+# Flat buffers
+
+
+def make_units(config: gpt.Config, mesh: Any, args: argparse.Namespace) -> dict[str, Unit]:
+    """Plan every flat buffer: layout, owners, optimizer."""
+    units: dict[str, Unit] = {}
+    for unit, shapes in gpt.unit_shapes(config).items():
+        layout = mf.build_row_atomic_layout(shapes.values(), mesh.size(), shard_layout=mf.ShardLayout(args.layout))
+        matrices = [i for i, name in enumerate(shapes) if is_matrix(unit, name)]
+        others = [i for i in range(len(shapes)) if i not in matrices]
+        owners = mf.GroupOwnerLayout(mesh, layout, mf.assign_owner_work(layout, mesh, matrices), name=unit)
+        muon_rate, adamw_rate = (partial(learning_rate, peak, args.steps) for peak in (MUON_RATE, ADAMW_RATE))
+        # bfloat16, usual on CUDA, would blur the comparison with one process.
+        muon = optim.muon(muon_rate, owner_layout=owners, ns_dtype=getattr(torch, args.dtype))
+        adamw = optim.adamw(adamw_rate, weight_decay=0.0)
+        units[unit] = Unit(tuple(shapes), layout, owners, optim.partition((matrices, muon), (others, adamw)))
+    return units
+
+
+def flatten(unit: Unit, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """This rank's segment of the buffer of whole tensors."""
+    buffer = tensors[unit.names[0]].new_zeros(unit.layout.size)
+    for name, view in tensors_of(unit, buffer).items():
+        view.copy_(tensors[name])
+    return buffer[unit.segment.start : unit.segment.end].clone()
+
+
+def tensors_of(unit: Unit, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of the whole tensors in a whole buffer."""
+    parts = [unit.layout.get_tensor_range(i) for i in range(len(unit.names))]
+    return {
+        name: buffer[part.start : part.end].view(shape)
+        for name, part, shape in zip(unit.names, parts, unit.layout.tensor_shapes, strict=True)
+    }
+
+
+def shards_of(unit: Unit, segment: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Views of this rank's part of each tensor that it holds: 1-D."""
+    shards: dict[int, torch.Tensor] = {}
+    for i in range(len(unit.names)):
+        met = mf.intersect_ranges(unit.layout.get_tensor_range(i), unit.segment)
+        if met.numel:
+            shards[i] = segment[met.start - unit.segment.start : met.end - unit.segment.start]
+    return shards
+
+
+def join(unit: Unit, shards: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A new segment that holds `shards`: the inverse of `shards_of`."""
+    segment = torch.zeros_like(like)
+    for i, view in shards_of(unit, segment).items():
+        view.copy_(shards[i])
+    return segment
+
+
+# All communication but gather and scatter: plain torch.distributed.
+
+
+def allgather(unit: Unit, segment: torch.Tensor) -> torch.Tensor:
+    """The whole buffer, from the segments of all ranks."""
+    sizes = [unit.layout.rank_size(k) for k in range(unit.layout.dp_size)]
+    if len(sizes) == 1:
+        return segment
+    buffer = segment.new_empty(unit.layout.size)
+    dist.all_to_all_single(buffer, segment.repeat(len(sizes)), sizes, [segment.numel()] * len(sizes))
+    return buffer
+
+
+def reduce_scatter_mean(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
+    """This rank's segment of the mean of all ranks' buffers, added in rank order."""
+    sizes = [unit.layout.rank_size(k) for k in range(unit.layout.dp_size)]
+    if len(sizes) == 1:
+        return buffer
+    numel = unit.segment.numel
+    parts = buffer.new_empty(len(sizes) * numel)
+    dist.all_to_all_single(parts, buffer, [numel] * len(sizes), sizes)
+    total, *rest = parts.view(len(sizes), numel).unbind()
+    for part in rest:
+        total = total + part
+    return total / len(sizes)
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The mean of a 0-D tensor over all ranks."""
+    if not dist.is_initialized():
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+# Training
+
+
+def make_step(units: dict[str, Unit], config: gpt.Config) -> Callable[[State, torch.Tensor], tuple[State, Metrics]]:
+    """The training step ``(state, tokens) -> (state, metrics)``: pure but for communication; all ranks call it."""
+
+    def loss_of(buffers: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+        return gpt.loss({name: tensors_of(unit, buffers[name]) for name, unit in units.items()}, tokens, config)
+
+    def step(state: State, tokens: torch.Tensor) -> tuple[State, Metrics]:
+        whole = {name: allgather(unit, state.buffers[name]) for name, unit in units.items()}
+        gradients, loss = torch.func.grad_and_value(loss_of)(whole, tokens)
+        buffers: dict[str, torch.Tensor] = {}
+        optimizers: dict[str, Any] = {}
+        for name, unit in units.items():
+            params = shards_of(unit, state.buffers[name])
+            grads = shards_of(unit, reduce_scatter_mean(unit, gradients[name]))
+            updates, optimizers[name] = unit.optimizer.update(grads, state.optimizers[name], params)
+            buffers[name] = join(unit, optim.apply_updates(params, updates), state.buffers[name])
+        return State(buffers, optimizers), Metrics(mean_over_ranks(loss))
+
+    return step
+
+
+def moved_elements(units: dict[str, Unit]) -> tuple[int, int]:
+    """Elements that the gathers and scatters of one step move between ranks: by their plans, and at least.
+
+    An owner lacks those elements of its tensors that it does not hold: they must come to it, their results go back.
+    """
+    planned = bound = 0
+    for name, unit in units.items():
+        plans = gather_plan(unit.owners, name), scatter_plan(unit.owners, name)
+        planned += sum(piece.part.numel for plan in plans for piece in plan.pieces())
+        for i, owner in unit.owners.tensor_to_owner.items():
+            tensor = unit.layout.get_tensor_range(i)
+            held = unit.layout.get_rank_range(unit.owners.mesh, unit.owners.placements, owner)
+            bound += 2 * (tensor.numel - mf.intersect_ranges(tensor, held).numel)
+    return planned, bound
+
+
+def progress(args: argparse.Namespace, label: str, rank: int) -> Any:
+    """A bar that rank 0 shows."""
+    from tqdm import tqdm
+
+    return tqdm(total=args.steps, desc=label, disable=rank > 0, mininterval=0.2 if sys.stderr.isatty() else 10)
+
+
+def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> None:
+    """Train, repeat the training in one process, compare."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = init_device_mesh(device.type, (world,)) if dist.is_initialized() else mf.Mesh(1, rank=0)
+    config = gpt.Config(args.dim, args.layers, args.heads, args.context)
+    params = {
+        unit: {name: tensor.to(device) for name, tensor in tensors.items()}
+        for unit, tensors in gpt.init_params(config, args.seed, getattr(torch, args.dtype)).items()
+    }
+    units, itemsize = make_units(config, mesh, args), getattr(torch, args.dtype).itemsize
+    if not rank:
+        numel = sum(tensor.numel() for tensors in params.values() for tensor in tensors.values())
+        print(f"{len(text)} bytes of text, {numel} parameters in {len(units)} units on {world} rank(s), {device.type}")
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return batch_at(text, step, rank, size=args.batch, context=args.context, seed=args.seed).to(device)
+
+    step = make_step(units, config)
+    buffers = {name: flatten(unit, params[name]) for name, unit in units.items()}
+    state = State(buffers, {name: unit.optimizer.init(shards_of(unit, buffers[name])) for name, unit in units.items()})
+    losses: list[float] = []
+    with progress(args, "train", rank) as bar:
+        for number in range(args.steps):
+            state, metrics = step(state, batch(number, rank))
+            losses.append(float(metrics.loss))
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    trained = {name: tensors_of(unit, allgather(unit, state.buffers[name])) for name, unit in units.items()}
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank:
+        return
+
+    with progress(args, "reference", rank) as bar:
+
+        def rates(number: int) -> tuple[float, float]:
+            bar.update()
+            step = torch.tensor(number)
+            return tuple(float(learning_rate(peak, args.steps, step)) for peak in (MUON_RATE, ADAMW_RATE))
+
+        batches = ([batch(number, r) for r in range(world)] for number in range(args.steps))
+        expected, expected_losses = reference.train(params, is_matrix, batches, rates, config)
+    report(args, losses, expected_losses)
+    differences = [(trained[unit][name] - expected[unit][name]).abs().max() for unit in units for name in trained[unit]]
+    planned, bound = (count * itemsize * args.steps for count in moved_elements(units))
+    print(
+        f"max diff {float(torch.stack(differences).max()):.2e} between these weights and those of one process,"
+        f" bytes moved {planned} of a lower bound of {bound}"
+    )
+
+
+def report(args: argparse.Namespace, losses: list[float], expected: list[float]) -> None:
+    """Say, and with ``--plot`` draw, how the loss fell."""
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} (one process: {expected[0]:.4f} -> {expected[-1]:.4f})")
+    if args.plot is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(losses, label="sharded")
+    axes.plot(expected, "--", label="one process")
+    axes.set(xlabel="step", ylabel="loss [nats per byte]")
+    axes.legend()
+    figure.savefig(args.plot, bbox_inches="tight", dpi=150)
+    print(f"the loss is drawn in {args.plot}")
+
+
+# The command line
+
+
+def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch.Tensor]:
+    """The options and the text. Every rank checks them alike, before any process group exists."""
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT with sharded Muon. Start with: torchrun --nproc-per-node 2 train_gpt.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+    def positive(word: str) -> int:
+        if not word.isdecimal() or not int(word):
+            raise argparse.ArgumentTypeError(f"must be a positive whole number, got {word!r}")
+        return int(word)
+
+    parser.add_argument("--steps", type=positive, default=300, help="training steps")
+    parser.add_argument("--data", type=Path, help="a text file or a folder of them; default: Python's own sources")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the loss ({', '.join(PLOT_SUFFIXES)})")
+    parser.add_argument("--seed", type=int, default=0, help="of the first parameters and the batches")
+    parser.add_argument("--layout", choices=["padded", "unpadded"], default="padded", help="of rows")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of all numbers")
+    parser.add_argument("--batch", type=positive, default=8, help="windows of text per rank and step")
+    parser.add_argument("--context", type=positive, default=128, help="bytes that the model sees")
+    parser.add_argument("--dim", type=positive, default=128, help="width of the model")
+    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    parser.add_argument("--heads", type=positive, default=4, help="attention heads")
+    args = parser.parse_args(arguments)
+    if args.dim % args.heads:
+        parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
+    if args.plot is not None and (args.plot.suffix not in PLOT_SUFFIXES or not args.plot.parent.is_dir()):
+        parser.error(f"--plot {args.plot}: give a {', '.join(PLOT_SUFFIXES)} file in a folder that exists")
+    for module in ("tqdm", "matplotlib") if args.plot else ("tqdm",):
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"{module} is missing; install what the examples need: pip install '.[examples]'")
+    try:
+        return args, load_text(args.data, args.context + 2)
+    except TextError as error:
+        parser.error(f"--data: {error}")
+
+
+def main() -> None:
+    """Join the process group, if torchrun started this, and run."""
+    args, text = parse()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        print("one process; for more: torchrun --nproc-per-node 2 examples/train_gpt.py")
+        run(args, text, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return
+    local_rank, local_size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    run(args, text, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The operator that compiled code holds: a map behind a key, on whatever carrier serves the mesh at run time.
+
+Every rank must run its calls in the order of its program, though the graphs of ranks differ and nobody may read a
+result. Three things see to it, each where the others do not reach:
+
+- An *ordered effect*: AOTAutograd threads a token through the calls, so that none is removed, runs twice, or changes
+  between forward and backward.
+- The link of the call before as an input (`after`): Inductor's scheduler, which torch's tokens do not bind (2.13),
+  sees a data dependence.
+- In a checkpointed region, results are kept: ranks would recompute different calls, each those that it needs itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from mfsdp_func.movement import LinearMap
+
+LIBRARY = torch.library.Library("mfsdp_func", "DEF")
+"""Holds `mfsdp_func::move`; `mfsdp_func.movement` implements it."""
+
+LIBRARY.define(
+    "move(Tensor[] inputs, Tensor link, Tensor? after, str key, ScalarType? dtype, bool forward, bool differentiated)"
+    " -> Tensor[]"
+)
+
+_MAPS: "dict[str, LinearMap]" = {}
+"""Kept as long as the process: compiled code may hold any of the keys."""
+
+
+def remember(linear: "LinearMap") -> str:
+    """The key of a map, under which `remembered` finds it and its transpose."""
+    for value in (linear, linear.transpose):
+        _MAPS[value.key] = value
+    return linear.key
+
+
+def remembered(key: str) -> "LinearMap":
+    """The map that was remembered under a key."""
+    return _MAPS[key]
+
+
+def _fake(
+    inputs: list[torch.Tensor],
+    link: torch.Tensor,
+    after: torch.Tensor | None,
+    key: str,
+    dtype: torch.dtype | None,
+    forward: bool,
+    differentiated: bool,
+) -> list[torch.Tensor]:
+    outputs = [link.new_empty((numel, *link.shape), dtype=dtype or torch.float32) for numel in remembered(key).output_numels]
+    return [torch.empty_like(link), *outputs]
+
+
+torch.library.register_fake("mfsdp_func::move", _fake, lib=LIBRARY)
+_register_effectful_op("mfsdp_func::move", _EffectType.ORDERED)
+torch.fx.node.has_side_effect(torch.ops.mfsdp_func.move.default)
+
+
+def call_operator(
+    linear: "LinearMap",
+    inputs: Sequence[torch.Tensor],
+    link: torch.Tensor,
+    dtype: torch.dtype | None,
+    forward: bool,
+    differentiated: bool,
+) -> list[torch.Tensor]:
+    """Let what traces here see one call of the operator; returns ``[link, *outputs]``."""
+    mode = get_proxy_mode()
+    tracer = None if mode is None else mode.tracer
+    with _kept_in_checkpoints():
+        results = torch.ops.mfsdp_func.move(
+            list(inputs),
+            link,
+            getattr(tracer, "mfsdp_func_last_link", None),
+            remember(linear),
+            dtype,
+            forward,
+            differentiated,
+        )
+    if tracer is not None:
+        tracer.mfsdp_func_last_link = results[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return results
+
+
+@contextmanager
+def _kept_in_checkpoints() -> Iterator[None]:
+    """Mark graph nodes made inside, where they lie in a checkpointed region, as not to be recomputed."""
+    policy = fx_traceback.current_meta.get("recompute")
+    if policy is None:
+        yield
+        return
+    fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta["recompute"] = policy

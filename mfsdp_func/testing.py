@@ -1,0 +1,21 @@
+"""A pytest fixture: distributed code in one line of a test, without processes.
+
+pytest_plugins = ["mfsdp_func.testing"]  # in conftest.py
+
+def test_my_step(simulated):
+results, trace = simulated(my_program, 8)
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mfsdp_func.transport.simulated import Simulation, simulate
+
+
+@pytest.fixture
+def simulated() -> Callable[..., Simulation[Any]]:
+    """`mfsdp_func.simulate` that also fails a test in which a result is read before its token was waited for."""
+    return partial(simulate, poison=True)
