@@ -34,7 +34,8 @@ def load_text(path: Path | None, needed: int) -> torch.Tensor:
         if size >= LIMIT:
             break
         try:
-            chunks.append(file.read_bytes()[: LIMIT - size])
+            with file.open("rb") as stream:
+                chunks.append(stream.read(LIMIT - size))
         except OSError as error:
             raise TextError(f"cannot read {file}: {error.strerror}") from None
         size += len(chunks[-1])

@@ -1,6 +1,6 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
-from mfsdp_func import inplace
+from mfsdp_func import inplace, optim
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
 from mfsdp_func.fsdp import FsdpContext, fully_shard
@@ -72,6 +72,7 @@ __all__ = [
     "inplace",
     "intersect_ranges",
     "ns_cost_fn",
+    "optim",
     "padding_report",
     "redistribute",
     "reduce_scatter",

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Literal
 from weakref import WeakValueDictionary
 
 from mfsdp_func.collective import Collective, Kind
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.placement import Partial, Placement, Replicate, Shard, is_flat_shard
-from mfsdp_func.ranges import Range
+from mfsdp_func.placement import Partial, Placement, Replicate, Shard, changed_mesh_axis, is_flat_shard
+from mfsdp_func.ranges import Range, intersect_ranges
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -132,6 +133,118 @@ def collective_of(spec: BufferSpec, kind: Kind, axis: int, average: bool, determ
     return Collective(kind, spec.mesh, axis, sizes, stored, average, deterministic, group)
 
 
+@lru_cache(maxsize=4096)
+def collective_step(
+    spec: BufferSpec, kind: Kind, axis: str | int, placement: Placement | None, deterministic: bool
+) -> tuple[Collective, BufferSpec]:
+    """The collective of an operation of the table, and what the buffer is after it.
+
+    Args:
+        spec: the buffer before.
+        kind: the operation.
+        axis: the mesh axis that changes.
+        placement: its new placement, for "reduce_scatter".
+        deterministic: see `Collective`.
+
+    Raises:
+        ValueError: if the axis is not placed as the operation needs it.
+    """
+    index = spec.mesh.axis_index(axis)
+    before = spec.placements[index]
+    if kind == "allgather":
+        if not isinstance(before, Shard):
+            raise ValueError(f"allgather: axis {axis!r} is {before!r}, expected a shard; see redistribute")
+        if index and isinstance(spec.placements[index - 1], Shard):
+            raise ValueError(
+                f"allgather: axis {index - 1} of {spec.placements} is sharded too and must be gathered first"
+            )
+        return collective_of(spec, kind, index, False, deterministic), spec.replace(index, Replicate())
+    if not isinstance(before, Partial):
+        raise ValueError(
+            f"{kind}: axis {spec.mesh.axis_names[index]!r} is {before!r}, expected a Partial;"
+            ' a Replicate buffer can be viewed as Partial("avg")'
+        )
+    if kind == "allreduce":
+        target = spec.replace(index, Replicate())
+        return collective_of(spec, kind, index, before == Partial("avg"), deterministic), target
+    if not isinstance(placement, Shard):
+        raise ValueError(f"reduce_scatter: the new placement must be a shard, got {placement!r}")
+    target = spec.replace(index, placement)
+    return collective_of(target, kind, index, before == Partial("avg"), deterministic), target
+
+
+@lru_cache(maxsize=4096)
+def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> tuple[BufferSpec, Range]:
+    """What the buffer is when viewed with other placements, and which elements of the local buffer that takes.
+
+    Raises:
+        ValueError: if anything but one axis changes from `Replicate` to a shard or ``Partial("avg")``.
+        NotImplementedError: if more than one axis changes.
+    """
+    axis = changed_mesh_axis(spec.placements, placements)
+    if axis is None:
+        return spec, Range(0, spec.local_numel)
+    before, after = spec.placements[axis], placements[axis]
+    if not isinstance(before, Replicate) or (isinstance(after, Partial) and after.reduce_op != "avg"):
+        remedy = (
+            "it would multiply the value by the number of ranks; use Partial('avg')"
+            if isinstance(before, Replicate)
+            else "only Replicate can be viewed otherwise; use redistribute"
+        )
+        raise ValueError(
+            f"view: cannot change {before!r} to {after!r} on axis {spec.mesh.axis_names[axis]!r}: {remedy}"
+        )
+    target = spec.replace(axis, after)
+    if isinstance(after, Partial):
+        return target, Range(0, spec.local_numel)
+    return target, Range(target.local_range.start - spec.local_range.start, target.local_range.numel)
+
+
+def local_part(spec: BufferSpec, tensor_index: int) -> Range:
+    """Which elements of a tensor this rank holds; empty where it holds none.
+
+    Raises:
+        IndexError: if there is no such tensor.
+    """
+    whole = spec.layout.get_tensor_range(tensor_index)
+    met = intersect_ranges(whole, spec.local_range)
+    return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
+
+
+@lru_cache(maxsize=65536)
+def local_view(spec: BufferSpec, tensor_index: int) -> tuple[Range, tuple[int, ...]]:
+    """Where this rank's part of a tensor lies in the local buffer, and its shape: rows, or flat where rows are split.
+
+    Raises:
+        IndexError: if there is no such tensor.
+    """
+    part, layout = local_part(spec, tensor_index), spec.layout
+    shape = layout.tensor_shapes[tensor_index]
+    offset = layout.tensor_to_offset[tensor_index] - spec.local_range.start
+    place = Range(offset + part.start if part.numel else 0, part.numel)
+    if part.numel == shape.numel():
+        return place, tuple(shape)
+    axes = layout.check_placements(spec.mesh, spec.placements)
+    if layout.keeps_rows(tensor_index, len(spec.mesh.shard_ranks(axes))):
+        return place, (part.numel // layout.row_numel(tensor_index), *shape[1:])
+    return place, (part.numel,)
+
+
+def local_numel(spec: BufferSpec) -> int:
+    """Number of elements that this rank stores, padding included."""
+    return spec.local_numel
+
+
+def averages(spec: BufferSpec) -> bool:
+    """Whether an axis is ``Partial("avg")``."""
+    return Partial("avg") in spec.placements
+
+
+def held_tensors(spec: BufferSpec) -> tuple[int, ...]:
+    """The tensors of which this rank holds an element, ascending."""
+    return tuple(sorted(i for i, _ in spec.layout.tensors_in(spec.local_range)))
+
+
 def redistribution_steps(old: Sequence[Placement], new: Sequence[Placement]) -> list[tuple[str, int, Placement]]:
     """Operation, axis and placement of each step of `redistribute`, in an order in which each is legal.
 
@@ -163,6 +276,24 @@ def redistribution_steps(old: Sequence[Placement], new: Sequence[Placement]) -> 
                 )
             step("view", axis, new[axis])
     return steps
+
+
+@lru_cache(maxsize=4096)
+def redistribution(
+    spec: BufferSpec, placements: tuple[Placement, ...]
+) -> tuple[BufferSpec, tuple[tuple[Kind | Literal["view"], int, Placement, tuple[Placement, ...]], ...]]:
+    """What the buffer is in the end, and the steps there: operation, axis, its placement, and all of them after it.
+
+    Raises:
+        ValueError: see `BufferSpec` and `redistribution_steps`.
+    """
+    target = BufferSpec(spec.mesh, placements, spec.layout)
+    now = list(spec.placements)
+    steps: list[tuple[str, int, Placement, tuple[Placement, ...]]] = []
+    for kind, axis, placement in redistribution_steps(spec.placements, placements):
+        now[axis] = placement
+        steps.append((kind, axis, placement, tuple(now)))
+    return target, tuple(steps)
 
 
 # Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.

@@ -1,19 +1,30 @@
 """`DBuffer`: one flat buffer over a mesh as a value, and the pure operations that change its placements."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.buffer_spec import BufferSpec, collective_of, redistribution_steps
+from mfsdp_func.buffer_spec import (
+    BufferSpec,
+    averages,
+    collective_step,
+    held_tensors,
+    local_part,
+    local_numel,
+    local_view,
+    redistribution,
+    view_step,
+)
 from mfsdp_func.collective import Kind
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike
-from mfsdp_func.operation import check_tensors, faults_reported, joined_link, run
-from mfsdp_func.placement import Partial, Placement, Replicate, Shard, changed_mesh_axis
-from mfsdp_func.ranges import Range, intersect_ranges
+from mfsdp_func.move_operator import remember
+from mfsdp_func.operation import check_tensors, faults_reported, joined_link, run, run_traced
+from mfsdp_func.placement import Partial, Placement
+from mfsdp_func.ranges import Range
 from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
 
 if TYPE_CHECKING:
@@ -140,9 +151,7 @@ class DBuffer:
 
     def get_local_part(self, tensor_index: int) -> Range:
         """Which elements of a tensor this rank holds; empty where it holds none."""
-        whole, mine = self.layout.get_tensor_range(tensor_index), self.spec.local_range
-        met = intersect_ranges(whole, mine)
-        return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
+        return _fact(local_part, self.spec, tensor_index)
 
     def get_tensor_view(self, tensor_index: int) -> torch.Tensor:
         """This rank's part of a tensor, as a view: whole rows of shape ``(rows, *shape[1:])``, possibly zero of them.
@@ -152,21 +161,12 @@ class DBuffer:
         Raises:
             IndexError: if there is no such tensor.
         """
-        part = self.get_local_part(tensor_index)
-        shape = self.layout.tensor_shapes[tensor_index]
-        offset = self.layout.tensor_to_offset[tensor_index] - self.spec.local_range.start
-        start = offset + part.start if part.numel else 0
-        flat = self.local_buffer[start : start + part.numel]
-        if part.numel == shape.numel():
-            return flat.view(shape)
-        axes = self.layout.check_placements(self.mesh, self.placements)
-        if self.layout.keeps_rows(tensor_index, len(self.mesh.shard_ranks(axes))):
-            return flat.view(-1, *shape[1:]) if part.numel else flat.view(0, *shape[1:])
-        return flat
+        place, shape = _fact(local_view, self.spec, tensor_index)
+        return self.local_buffer[place.start : place.start + place.numel].view(shape)
 
     def tensor_views(self) -> dict[int, torch.Tensor]:
         """The parts of all tensors of which this rank holds an element, by tensor index."""
-        return {i: self.get_tensor_view(i) for i, _ in sorted(self.layout.tensors_in(self.spec.local_range))}
+        return {i: self.get_tensor_view(i) for i in _fact(held_tensors, self.spec)}
 
     def cast(self, dtype: torch.dtype) -> "DBuffer":
         """The buffer in another dtype; itself where it has that dtype.
@@ -208,28 +208,14 @@ class DBuffer:
             ValueError: on any other change; see `BufferSpec`.
             NotImplementedError: if more than one axis changes.
         """
-        axis = changed_mesh_axis(self.placements, placements)
-        if axis is None:
-            return self
-        before, after = self.placements[axis], placements[axis]
-        if not isinstance(before, Replicate) or (isinstance(after, Partial) and after.reduce_op != "avg"):
-            remedy = (
-                "it would multiply the value by the number of ranks; use Partial('avg')"
-                if isinstance(before, Replicate)
-                else "only Replicate can be viewed otherwise; use redistribute"
-            )
-            raise ValueError(
-                f"view: cannot change {before!r} to {after!r} on axis {self.mesh.axis_names[axis]!r}: {remedy}"
-            )
-        spec = self.spec.replace(axis, after)
-        _check_dtype(spec, self.dtype)
-        if isinstance(after, Partial):
-            return DBuffer(spec, self.local_buffer)
-        start = spec.local_range.start - self.spec.local_range.start
-        local = self.local_buffer[start : start + spec.local_range.numel]
-        if spec.local_numel != local.numel():
-            local = torch.nn.functional.pad(local, (0, spec.local_numel - local.numel()))
-        return DBuffer(spec, local)
+        target, part = _fact(view_step, self.spec, tuple(placements))
+        _check_dtype(target, self.dtype)
+        local, numel = self.local_buffer, _fact(local_numel, target)
+        if part.numel != local.shape[0]:
+            local = local[part.start : part.start + part.numel]
+        if numel != part.numel:
+            local = torch.nn.functional.pad(local, (0, numel - part.numel))
+        return DBuffer(target, local)
 
 
 def allgather(
@@ -249,17 +235,7 @@ def allgather(
     Raises:
         ValueError: if the axis is not sharded, or another one must be gathered before it.
     """
-    index = buffer.mesh.axis_index(axis)
-    if not isinstance(buffer.placements[index], Shard):
-        raise ValueError(
-            f"allgather: axis {axis!r} is {buffer.placements[index]!r}, expected a shard; see redistribute"
-        )
-    if index and isinstance(buffer.placements[index - 1], Shard):
-        raise ValueError(
-            f"allgather: axis {index - 1} of {buffer.placements} is sharded too and must be gathered first"
-        )
-    target = buffer.spec.replace(index, Replicate())
-    return _collective("allgather", buffer, buffer.spec, target, index, deterministic, (after, stream, async_op))
+    return _collective("allgather", buffer, axis, None, deterministic, (after, stream, async_op))
 
 
 def reduce_scatter(
@@ -281,12 +257,7 @@ def reduce_scatter(
         ValueError: if the axis is not `Partial`, or `placement` is no shard that may stand there; see `BufferSpec`.
         TypeError: on dtypes that cannot be added.
     """
-    index = buffer.mesh.axis_index(axis)
-    _require_partial("reduce_scatter", buffer, index)
-    if not isinstance(placement, Shard):
-        raise ValueError(f"reduce_scatter: the new placement must be a shard, got {placement!r}")
-    spec = buffer.spec.replace(index, placement)
-    return _collective("reduce_scatter", buffer, spec, spec, index, deterministic, (after, stream, async_op))
+    return _collective("reduce_scatter", buffer, axis, placement, deterministic, (after, stream, async_op))
 
 
 def allreduce(
@@ -306,10 +277,7 @@ def allreduce(
         ValueError: if the axis is not `Partial`.
         TypeError: on dtypes that cannot be added.
     """
-    index = buffer.mesh.axis_index(axis)
-    _require_partial("allreduce", buffer, index)
-    target = buffer.spec.replace(index, Replicate())
-    return _collective("allreduce", buffer, buffer.spec, target, index, deterministic, (after, stream, async_op))
+    return _collective("allreduce", buffer, axis, None, deterministic, (after, stream, async_op))
 
 
 def redistribute(
@@ -328,32 +296,19 @@ def redistribute(
     Raises:
         ValueError: before any communication, on anything but itself -> ``Partial("sum")``.
     """
-    target = tuple(placements)
-    spec = BufferSpec(buffer.mesh, target, buffer.layout)
-    _check_dtype(spec, buffer.dtype)
-    steps = redistribution_steps(buffer.placements, target)
+    target, steps = _fact(redistribution, buffer.spec, tuple(placements))
+    _check_dtype(target, buffer.dtype)
     tokens = as_tokens(after)
     link = joined_link(tokens)
     token = Token(torch.zeros((), device=buffer.local_buffer.device) if link is None else link, dtype=buffer.dtype)
-    for n, (kind, axis, placement) in enumerate(steps):
-        flies = async_op and n == len(steps) - 1
-        if kind == "allgather":
-            buffer, token = allgather(
-                buffer, axis, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
-            )
-        elif kind == "reduce_scatter":
-            buffer, token = reduce_scatter(
-                buffer, axis, placement, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
-            )
-        elif kind == "allreduce":
-            buffer, token = allreduce(
-                buffer, axis, after=tokens, stream=stream, async_op=flies, deterministic=deterministic
-            )
-        else:
+    for n, (kind, axis, placement, placements_then) in enumerate(steps):
+        if kind == "view":
             _wait(tokens)
-            buffer = buffer.view((*buffer.placements[:axis], placement, *buffer.placements[axis + 1 :]))
-            continue
-        tokens = (token,)
+            buffer = buffer.view(placements_then)
+        else:
+            how = (tokens, stream, async_op and n == len(steps) - 1)
+            buffer, token = _collective(kind, buffer, axis, placement, deterministic, how)
+            tokens = (token,)
     if not steps:
         _wait(tokens)
     return buffer, token
@@ -368,39 +323,63 @@ def _wait(tokens: Sequence[Token]) -> None:
 _NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
-def _require_partial(operation: str, buffer: DBuffer, axis: int) -> None:
-    if not isinstance(buffer.placements[axis], Partial):
-        raise ValueError(
-            f"{operation}: axis {buffer.mesh.axis_names[axis]!r} is {buffer.placements[axis]!r}, expected a Partial;"
-            ' a Replicate buffer can be viewed as Partial("avg")'
-        )
-    if buffer.dtype in _NOT_ADDED or (buffer.dtype.is_floating_point and buffer.dtype.itemsize == 1):
-        raise TypeError(f"{operation}: {buffer.dtype} cannot be added; cast the buffer first")
-
-
 def _check_dtype(spec: BufferSpec, dtype: torch.dtype) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex) and Partial("avg") in spec.placements:
-        raise TypeError(
-            f'{dtype} buffers cannot be averaged: {spec.placements} holds Partial("avg"); use Partial("sum")'
-        )
+    if not (dtype.is_floating_point or dtype.is_complex) and _fact(averages, spec):
+        raise TypeError(f'{dtype} buffers cannot be averaged: one axis is Partial("avg"); use Partial("sum")')
 
 
 def _collective(
     kind: Kind,
     buffer: DBuffer,
-    cut: BufferSpec,
-    result: BufferSpec,
-    axis: int,
+    axis: str | int,
+    placement: Placement | None,
     deterministic: bool,
     how: tuple[After, AnyStream | None, bool],
 ) -> tuple[DBuffer, Token]:
-    average = kind != "allgather" and buffer.placements[axis] == Partial("avg")
-    collective = collective_of(cut, kind, axis, average, deterministic)
+    step = (buffer.spec, kind, axis, placement, deterministic)
+    collective, target = _fact(collective_step, *step)
+    dtype, local = buffer.dtype, buffer.local_buffer
+    if kind != "allgather" and (dtype in _NOT_ADDED or (dtype.is_floating_point and dtype.itemsize == 1)):
+        raise TypeError(f"{kind}: {dtype} cannot be added; cast the buffer first")
+    if torch.compiler.is_compiling():
+        (output,), token = run_traced(_fact(_remembered_step, *step), ("local_buffer",), [local], (None, None), how[0])
+        return DBuffer(target, output), token
     with faults_reported(collective):
         tokens = as_tokens(how[0])
-        options = check_tensors(collective, ("local_buffer",), (buffer.local_buffer,), None, None, tokens)
-    (output,), token = run(collective, options, (buffer.local_buffer,), tokens, how[1], how[2])
-    return DBuffer(result, output), token
+        options = check_tensors(collective, ("local_buffer",), (local,), None, None, tokens)
+    (output,), token = run(collective, options, (local,), tokens, how[1], how[2])
+    return DBuffer(target, output), token
+
+
+def _remembered_step(spec: BufferSpec, *step: Any) -> str:
+    return remember(collective_step(spec, *step)[0])
+
+
+# Facts about a spec: inside a compiled region constants, found by the key on which alone the compiled code guards.
+
+Fact = TypeVar("Fact")
+Args = ParamSpec("Args")
+
+_FACTS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        *(averages, collective_step, held_tensors, local_numel, local_part, local_view, redistribution, view_step),
+        _remembered_step,
+    )
+}
+
+
+def _fact(
+    function: Callable[Concatenate[BufferSpec, Args], Fact], spec: BufferSpec, *args: Args.args, **kwargs: Args.kwargs
+) -> Fact:
+    if torch.compiler.is_compiling():
+        return _constant(function.__name__, spec.key, *args, **kwargs)
+    return function(spec, *args, **kwargs)
+
+
+@torch._dynamo.assume_constant_result
+def _constant(name: str, key: str, *args: object, **kwargs: object) -> Any:
+    return _FACTS[name](BufferSpec.from_key(key), *args, **kwargs)
 
 
 def _flatten(buffer: DBuffer) -> tuple[list[torch.Tensor], BufferSpec]:

@@ -12,6 +12,7 @@ from mfsdp_func.mesh import Mesh
 from mfsdp_func.operation import check_tensors, run
 from mfsdp_func.placement import shard_axes
 from mfsdp_func.plan import Plan
+from mfsdp_func.tokens import Token
 from mfsdp_func.transport.groups import axis_groups
 
 
@@ -29,14 +30,14 @@ def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
     axes = shard_axes(buffer.placements)
     if len(axes) > 1:
         raise NotImplementedError(
-            f"get_dtensor: {buffer.placements} shards {len(axes)} axes, in another order than DTensor's; allgather all but"
-            " one first"
+            f"get_dtensor: {buffer.placements} shards {len(axes)} axes, in another order than DTensor's; allgather all"
+            " but one first"
         )
     lines = [buffer.mesh.axis_ranks(axis) for axis in range(buffer.mesh.ndim)]
     if any(list(line) != sorted(line) for line in lines):
         raise NotImplementedError(
-            f"get_dtensor: {buffer.mesh} lists ranks in descending order, but DTensor's collectives follow process groups,"
-            " which sort them: its full_tensor() would be wrong. Use a mesh in ascending order"
+            f"get_dtensor: {buffer.mesh} lists ranks in descending order, but DTensor's collectives follow process"
+            " groups, which sort them: its full_tensor() would be wrong. Use a mesh in ascending order"
         )
     shape = buffer.layout.tensor_shapes[tensor_index]
     local = buffer.get_tensor_view(tensor_index)
@@ -45,7 +46,7 @@ def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
         plan = chunk_plan(buffer.mesh, axes, buffer.layout, tensor_index)
         if plan.source.rank_to_offset != plan.target.rank_to_offset:
             local = _moved(plan, local.reshape(-1))
-        local = local.reshape(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
+        local = local.reshape(local.numel() // buffer.layout.row_numel(tensor_index), *shape[1:])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, device_mesh_of(buffer.mesh, local.device), placements, run_check=False, shape=shape, stride=stride
@@ -59,9 +60,11 @@ def from_dtensor(tensor: DTensor, plan: Plan) -> torch.Tensor:
 
 def _moved(plan: Plan, local: torch.Tensor) -> torch.Tensor:
     inputs = [local] if plan.input_numels else []
-    options = check_tensors(plan, plan.tensors[: len(inputs)], inputs, local.dtype, local.device, ())
-    outputs, _ = run(plan, options, inputs, (), None, False)
-    return outputs[0] if outputs else local[:0]
+    # Links, so that a rank which gives or gets nothing runs the backward pass that its peers wait for.
+    tokens = (Token.linked_to(local),) if local.is_floating_point() else ()
+    options = check_tensors(plan, plan.tensors[: len(inputs)], inputs, local.dtype, local.device, tokens)
+    outputs, token = run(plan, options, inputs, tokens, None, False)
+    return outputs[0] if outputs else local[:0] + token.link.to(local.dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +91,4 @@ def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=mesh.axis_names)
     grid = torch.tensor(mesh.ranks).view(mesh.shape)
-    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=mesh.axis_names)
-
-
+    return DeviceMesh.from_group(list(groups), device.type, grid, mesh_dim_names=mesh.axis_names)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from mfsdp_func.move_operator import remember
 from mfsdp_func.movement import Options
-from mfsdp_func.operation import check_tensors, faults_reported, run, run_in_graph
+from mfsdp_func.operation import check_tensors, faults_reported, run, run_traced
 from mfsdp_func.owner_planning import GroupOwnerLayout
 from mfsdp_func.plan import Plan, gather_plan, scatter_plan
 from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
@@ -136,15 +137,14 @@ def _run(
     how: tuple[After, AnyStream | None, bool],
 ) -> tuple[dict[int, torch.Tensor], Token]:
     if torch.compiler.is_compiling():
-        return _run_traced(operation, source, owners.key, include_own, said, how)
+        return _run_traced(operation, source, owners, include_own, said, how[0])
     plan = plan_of(operation, owners, include_own)
     with faults_reported(plan):
         wiring = wiring_of(plan, owners)
         tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
         inputs = given_tensors(plan, wiring, source)
         options = check_tensors(plan, wiring.inputs, inputs, said[0], device, tokens)
-    flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in inputs]
-    outputs, token = run(plan, options, flat, tokens, how[1], how[2])
+    outputs, token = run(plan, options, inputs, tokens, how[1], how[2])
     return _results(wiring, outputs, options), token
 
 
@@ -157,12 +157,16 @@ def given_tensors(plan: Plan, wiring: Wiring, source: Mapping[int, torch.Tensor]
     try:
         return [source[i] for i in wiring.inputs]
     except KeyError:
-        missing = [i for i in wiring.inputs if i not in source]
-        what = "shards of every participating tensor it holds" if plan.operation == "gather" else "every tensor it owns"
-        raise KeyError(
-            f"{plan.label}: source has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
-            f" {plan.mesh.rank} must give {what}: tensors {_some(wiring.inputs)}, but gave {_some(sorted(source))}"
-        ) from None
+        raise KeyError(_missing_entry(plan, wiring, tuple(source))) from None
+
+
+def _missing_entry(plan: Plan, wiring: Wiring, given: tuple[int, ...]) -> str:
+    missing = [i for i in wiring.inputs if i not in given]
+    what = "shards of every participating tensor it holds" if plan.operation == "gather" else "every tensor it owns"
+    return (
+        f"{plan.label}: source has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
+        f" {plan.mesh.rank} must give {what}: tensors {_some(wiring.inputs)}, but gave {_some(sorted(given))}"
+    )
 
 
 def _some(items: Sequence[int]) -> str:
@@ -182,50 +186,35 @@ def _results(wiring: Wiring, outputs: Sequence[torch.Tensor], options: Options) 
 
 
 @torch._dynamo.assume_constant_result
-def _constants(operation: str, key: str, include_own: bool) -> tuple[tuple[object, ...], ...]:
+def _constants(operation: str, key: str, include_own: bool) -> tuple[Any, ...]:
     owners = GroupOwnerLayout.from_key(key)
-    return tuple(wiring_of(plan_of(operation, owners, include_own), owners))
+    plan = plan_of(operation, owners, include_own)
+    return (remember(plan), *wiring_of(plan, owners))
+
+
+@torch._dynamo.assume_constant_result
+def _missing_constant(operation: str, key: str, include_own: bool, given: tuple[int, ...]) -> str:
+    owners = GroupOwnerLayout.from_key(key)
+    plan = plan_of(operation, owners, include_own)
+    return _missing_entry(plan, wiring_of(plan, owners), given)
 
 
 def _run_traced(
     operation: str,
     source: Mapping[int, torch.Tensor],
-    key: str,
+    owners: GroupOwnerLayout,
     include_own: bool,
     said: tuple[torch.dtype | None, torch.device | str | None],
-    how: tuple[After, AnyStream | None, bool],
+    after: After,
 ) -> tuple[dict[int, torch.Tensor], Token]:
-    after = (how[0],) if isinstance(how[0], Token) else tuple(how[0])
-    pending = any([token.pending for token in after])
-    link, hint = None, None
-    for token in after:
-        link = token.link if link is None else link + token.link
-        hint = token.dtype
-    needed, given, empty = _constants(operation, key, include_own)
-    inputs = [source[i] if i in source else None for i in needed]
-    dtype = inputs[0].dtype if inputs and inputs[0] is not None else said[0] or hint
-    link, *outputs = _in_graph(operation, key, include_own, pending, dtype, said[0], said[1], link, *inputs)
+    if not isinstance(owners, GroupOwnerLayout):
+        raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout")
+    plan, needed, given, empty = _constants(operation, owners.key, include_own)
+    for i in needed:
+        if i not in source:
+            raise KeyError(_missing_constant(operation, owners.key, include_own, tuple(source)))
+    outputs, token = run_traced(plan, needed, [source[i] for i in needed], said, after)
     results = {i: flat.view(shape) for (i, shape), flat in zip(given, outputs, strict=True)}
     for i, shape in empty:
-        results[i] = link.new_empty(shape, dtype=dtype)
-    return {i: results[i] for i in sorted(results)}, Token(link, (), dtype)
-
-
-@torch._dynamo.allow_in_graph
-def _in_graph(
-    operation: str,
-    key: str,
-    include_own: bool,
-    pending: bool,
-    hint: torch.dtype | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    link: torch.Tensor | None,
-    *inputs: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    owners = GroupOwnerLayout.from_key(key)
-    plan = plan_of(operation, owners, include_own)
-    wiring = wiring_of(plan, owners)
-    given = {i: tensor for i, tensor in zip(wiring.inputs, inputs, strict=True) if tensor is not None}
-    tensors = given_tensors(plan, wiring, given)
-    return run_in_graph(plan, wiring.inputs, tensors, dtype, hint, device, link, pending)
+        results[i] = token.link.new_empty(shape, dtype=token.dtype)
+    return {i: results[i] for i in sorted(results)}, token

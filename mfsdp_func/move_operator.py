@@ -10,12 +10,10 @@ result. Three things see to it, each where the others do not reach:
 - In a checkpointed region, results are kept: ranks would recompute different calls, each those that it needs itself.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -56,7 +54,13 @@ def _fake(
     forward: bool,
     differentiated: bool,
 ) -> list[torch.Tensor]:
-    outputs = [link.new_empty((numel, *link.shape), dtype=dtype or torch.float32) for numel in remembered(key).output_numels]
+    linear = remembered(key)
+    if dtype is None and linear.output_numels:
+        raise TypeError(
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing; pass"
+            " dtype=, or the token of the operation before with after="
+        )
+    outputs = [link.new_empty((numel, *link.shape), dtype=dtype) for numel in linear.output_numels]
     return [torch.empty_like(link), *outputs]
 
 
@@ -75,31 +79,27 @@ def call_operator(
 ) -> list[torch.Tensor]:
     """Let what traces here see one call of the operator; returns ``[link, *outputs]``."""
     mode = get_proxy_mode()
-    tracer = None if mode is None else mode.tracer
-    with _kept_in_checkpoints():
-        results = torch.ops.mfsdp_func.move(
-            list(inputs),
-            link,
-            getattr(tracer, "mfsdp_func_last_link", None),
-            remember(linear),
-            dtype,
-            forward,
-            differentiated,
-        )
-    if tracer is not None:
-        tracer.mfsdp_func_last_link = results[0]  # pyright: ignore[reportAttributeAccessIssue]
+    tracer: Any = None if mode is None else mode.tracer
+    last_node = next(iter(reversed(tracer.graph.nodes)), None) if tracer else None
+    results = torch.ops.mfsdp_func.move(
+        list(inputs),
+        link,
+        getattr(tracer, "mfsdp_func_last_link", None),
+        remember(linear),
+        dtype,
+        forward,
+        differentiated,
+    )
+    if tracer:
+        tracer.mfsdp_func_last_link = results[0]
+        _keep_in_checkpoints(tracer.graph, last_node)
     return results
 
 
-@contextmanager
-def _kept_in_checkpoints() -> Iterator[None]:
-    """Mark graph nodes made inside, where they lie in a checkpointed region, as not to be recomputed."""
-    policy = fx_traceback.current_meta.get("recompute")
-    if policy is None:
-        yield
-        return
-    fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    try:
-        yield
-    finally:
-        fx_traceback.current_meta["recompute"] = policy
+def _keep_in_checkpoints(graph: torch.fx.Graph, last_node: torch.fx.Node | None) -> None:
+    """Mark the nodes after `last_node`, where they lie in a checkpointed region, as not to be recomputed."""
+    for node in reversed(graph.nodes):
+        if node is last_node:
+            break
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

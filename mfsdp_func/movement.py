@@ -5,12 +5,13 @@ and vmap rules are the map's transpose, the map itself, and the map on elements 
 also takes and returns a *link*, a differentiable zero: the one input that a rank has where it holds no tensor.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.collective import Collective
@@ -170,7 +172,7 @@ def launch(
     if flight is None:
         finish()
     else:
-        flight.finishes.append(finish)
+        flight.finishes += [carrier.watch(call, outputs), finish]
         flight.keep += inputs
     return tuple(outputs)
 
@@ -229,7 +231,10 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        link, ctx.linear, ctx.options, *_ = inputs
+        link, ctx.linear, options, *tensors = inputs
+        # A rank may have learnt the dtype in the call itself; whether there is a backward call hangs on it.
+        moved = (*tensors, *output[1:])
+        ctx.options = replace(options, dtype=moved[0].dtype) if moved else options
         ctx.batch = link.shape
         ctx.save_for_backward(output[0])
 
@@ -345,12 +350,27 @@ def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Seque
 
 
 def _refuse_jacobians(linear: LinearMap) -> None:
-    frame = sys._getframe() if _functorch.peek_interpreter_stack() is not None else None  # pyright: ignore[reportPrivateUsage]
+    if _functorch.peek_interpreter_stack() is None:
+        return
+    # Dynamo runs no frames of the functions that it traces, but keeps a stack of its own.
+    lines = [(frame.filename, frame.lineno or 0) for frame in TracingContext.extract_stack()]
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        name = frame.f_code.co_qualname.partition(".")[0]
-        if name in ("jacrev", "jacfwd") and frame.f_code.co_filename == eager_transforms.__file__:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    for name, span in _jacobian_lines().items():
+        if any(file == eager_transforms.__file__ and line in span for file, line in lines):
             raise RuntimeError(
                 f"{linear.label}: torch.func.{name} batches a unit vector per element of this rank, so that an exchange"
                 " would mix the rows of different ranks; take vjp or jvp of one direction at a time, alike on all ranks"
             )
-        frame = frame.f_back
+
+
+@cache
+def _jacobian_lines() -> dict[str, range]:
+    """Where the functions that take whole Jacobians stand in their file."""
+    spans: dict[str, range] = {}
+    for function in (eager_transforms.jacrev, eager_transforms.jacfwd):
+        source, start = inspect.getsourcelines(function)
+        spans[function.__name__] = range(start, start + len(source))
+    return spans

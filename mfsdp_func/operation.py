@@ -6,8 +6,9 @@ from functools import cache
 
 import torch
 
+from mfsdp_func.move_operator import remembered
 from mfsdp_func.movement import LinearMap, Options, in_flight, move, teller_of
-from mfsdp_func.tokens import AnyStream, Pending, Token
+from mfsdp_func.tokens import After, AnyStream, Pending, Token, as_tokens
 from mfsdp_func.transport import carrier_of
 from mfsdp_func.transport.agreement import checking, report_fault
 
@@ -94,7 +95,7 @@ def run(
     stream: AnyStream | None,
     async_op: bool,
 ) -> tuple[tuple[torch.Tensor, ...], Token]:
-    """Run a map on checked, flat inputs, after `tokens`; see `gather` for `stream` and `async_op`.
+    """Run a map on checked inputs, after `tokens`; see `gather` for `stream` and `async_op`.
 
     Raises:
         ValueError: if a stream is given for tensors that are not on CUDA.
@@ -106,10 +107,10 @@ def run(
     for token in tokens:
         token.wait()
     if not async_op:
-        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
         return outputs, Token(link, (), _dtype(options, outputs))
     with in_flight() as flight:
-        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
     work = Pending(linear.label, flight.finish, flight.keep, outputs)
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
@@ -129,36 +130,67 @@ def _run_on_cuda(
     with torch.cuda.stream(chosen):  # pyright: ignore[reportArgumentType]
         for token in tokens:
             token.wait(chosen)
-        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
         if chosen == current:
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
             tensor.record_stream(chosen)
         event = torch.cuda.Event()
         event.record(chosen)  # pyright: ignore[reportArgumentType]
-    return outputs, Token(link, (Pending(linear.label, _nothing, (), outputs, event),), _dtype(options, outputs))
+    work = Pending(linear.label, _nothing, (), (*outputs, link), event)
+    return outputs, Token(link, (work,), _dtype(options, outputs))
 
 
-def run_in_graph(
-    linear: LinearMap,
+def _flattened(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat inputs, on CUDA made contiguous on the stream of the operation: on no other need they be ready."""
+    return [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in inputs]
+
+
+def run_traced(
+    key: str,
     names: Sequence[object],
-    tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-    hint: torch.dtype | None,
-    device: torch.device | str | None,
-    link: torch.Tensor | None,
-    pending: bool,
-) -> tuple[torch.Tensor, ...]:
-    """What a compiled region holds of a call: checks while tracing, then `(link, *outputs)`, all flat.
+    inputs: Sequence[torch.Tensor],
+    said: tuple[torch.dtype | None, torch.device | str | None],
+    after: After,
+) -> tuple[list[torch.Tensor], Token]:
+    """`run` as `torch.compile` traces it: a remembered map on tensors that are checked while tracing.
+
+    Args:
+        key: of the map, see `remember`.
+        names: of the inputs, for messages.
+        inputs: of any shape.
+        said: the dtype and device that the caller asserts, or says.
+        after: tokens without work in flight.
+
+    Returns:
+        The flat outputs and a token.
 
     Raises:
-        RuntimeError: if a token with work in flight came in.
+        RuntimeError: if a token has work in flight.
         TypeError: if this rank cannot know the dtype of its outputs while tracing; and see `check_tensors`.
     """
-    if pending:
-        raise RuntimeError(
-            f"{linear.label}: a token with work in flight came into a compiled region; call token.wait() before entering it"
-        )
+    tokens = as_tokens(after)
+    for token in tokens:
+        token.wait()
+    hint = said[0]
+    for token in tokens:
+        hint = hint or token.dtype
+    dtype = inputs[0].dtype if inputs else hint
+    link, *outputs = _in_graph(key, tuple(names), dtype, said[0], said[1], joined_link(tokens), *inputs)
+    return outputs, Token(link, (), dtype)
+
+
+@torch._dynamo.allow_in_graph
+def _in_graph(
+    key: str,
+    names: tuple[object, ...],
+    hint: torch.dtype | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    link: torch.Tensor | None,
+    *tensors: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    linear = remembered(key)
     where = torch.device(device) if device is not None else None
     if tensors:
         options = check_tensors(linear, names, tensors, dtype, where, ())
@@ -171,6 +203,10 @@ def run_in_graph(
         options = Options(hint, where or (link.device if link is not None else carrier_of(linear.mesh).device(linear.mesh)))
     link, outputs = move(linear, options, link, [tensor.reshape(-1) for tensor in tensors])
     return (link, *outputs)
+
+
+# Dynamo would drop a call whose results nobody reads.
+torch.fx.node.has_side_effect(_in_graph)
 
 
 def joined_link(tokens: Sequence[Token]) -> torch.Tensor | None:

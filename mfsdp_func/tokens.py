@@ -60,7 +60,7 @@ class Pending:
             for tensor in self._keep:
                 tensor.record_stream(waiting)
         else:
-            self._keep = ()
+            self._keep = self._outputs = ()
 
 
 _IN_FLIGHT: set[Pending] = set()
@@ -100,6 +100,11 @@ class Token:
         Raises:
             RuntimeError: the operation's own error, at every call.
         """
+        if self.pending and torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self.pending[0].label}: a token with work in flight came into a compiled region; call token.wait()"
+                " before entering it"
+            )
         for work in self.pending:
             work.wait(stream)
 

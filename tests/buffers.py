@@ -80,7 +80,7 @@ def seed_of(coordinate: Sequence[int], placements: Sequence[Placement]) -> int:
 def local_of(spec: mf.BufferSpec, flat: torch.Tensor) -> mf.DBuffer:
     """This rank's buffer of a whole one; what a layout stores behind a segment is NaN."""
     part = flat[spec.local_range.start : spec.local_range.end]
-    behind = part.new_full((spec.local_numel - part.numel(),), float("nan"))
+    behind = part.new_full((spec.local_numel - part.numel(),), float("nan") if part.is_floating_point() else 0)
     return mf.DBuffer.from_local(torch.cat([part, behind]), spec.mesh, spec.placements, spec.layout)
 
 

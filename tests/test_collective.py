@@ -122,18 +122,6 @@ def test_transpose_is_an_involution(kind: Any) -> None:
     assert len({there.digest, back.digest, *(other.digest for other in others)}) == 4
 
 
-def test_the_same_buffer_over_other_groups_is_not_mistaken() -> None:
-    """Equal meshes may have process groups or none; what runs a collective may not come from the other one's cache."""
-    layout = layout_of("padded", 2)
-    plain, grouped = Mesh(2, rank=0), Mesh(2, rank=0, groups=("a",))
-    specs = [mf.BufferSpec(mesh, [ROWS], layout) for mesh in (plain, grouped)]
-    assert specs[0] == specs[1]
-    found = [collective_of(spec, "allgather", 0, False, False) for spec in specs]
-    assert [collective.mesh.groups for collective in found] == [(), ("a",)]
-    assert found[0].digest == found[1].digest
-    assert found[0].key != found[1].key
-
-
 # Gradients: what torch.func and autograd give has the buffer's own layout, and is the sum over ranks.
 
 
@@ -195,10 +183,9 @@ def test_gradients_on_real_ranks(kind: str, mesh: Any, ranks4: RankPool) -> None
         assert all(torch.equal(a, b) for a, b in zip(real[rank], simulated, strict=True)), f"rank {rank}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vmap_over_buffers(kind: str) -> None:
-    def program(mesh: Mesh) -> None:
-        spec = mf.BufferSpec(mesh, [shard_of(kind)], layout_of(kind, 2))
+def map_over_buffers(mesh: Mesh) -> None:
+    for kind in KINDS:
+        spec = mf.BufferSpec(mesh, [shard_of(kind)], layout_of(kind, mesh.size()))
         buffers = [random_buffer(spec, seed) for seed in (0, 10, 20)]
         stacked = mf.DBuffer(spec, torch.stack([buffer.local_buffer for buffer in buffers]))
         gathered = vmap(lambda buffer: buffer.allgather(0))(stacked)
@@ -210,7 +197,18 @@ def test_vmap_over_buffers(kind: str) -> None:
             expected = grad(lambda buffer: loss_of(mesh, buffer))(buffer)
             torch.testing.assert_close(tensors_of(slope), tensors_of(expected))
 
-    mf.simulate(program, 2)
+
+def map_over_buffers_on_gloo(rank: int, mesh: Any) -> None:
+    map_over_buffers(real_mesh(rank, mesh))
+
+
+def test_vmap_simulated() -> None:
+    mf.simulate(map_over_buffers, 2)
+
+
+@pytest.mark.distributed
+def test_vmap_on_real_ranks(ranks4: RankPool) -> None:
+    ranks4.run(map_over_buffers_on_gloo, MESHES[4][0])
 
 
 # In flight.

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
@@ -1150,6 +1151,22 @@ def test_one_rank_needs_no_process_group() -> None:
     for name in CASES:
         results = as_bytes(CASES[name].function(Mesh(1, ranks=(5,), rank=5), plain))
         assert_same(results, remembered(name, MESHES[0])[5], name)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_token_keeps_no_memory_once_it_was_waited_for(async_op: bool) -> None:
+    def program(mesh: Mesh) -> None:
+        group = one_group(mesh)
+        source = group.shards(group.fill())
+        gathered, token = group.gather(source, async_op=async_op)
+        token.wait()
+        memory = [StorageWeakRef(t.untyped_storage()) for t in (*source.values(), *gathered.values())]
+        source.clear()
+        gathered.clear()
+        assert all(one.expired() for one in memory)
+        assert token.link.item() == 0
+
+    mf.simulate(program, 2)
 
 
 # The law over random layouts, meshes and owners.

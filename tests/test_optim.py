@@ -307,6 +307,29 @@ def test_update_composes_with_torch_func() -> None:
     torch.testing.assert_close(vmap(loss_after, (0, None))(rates, params), expected, rtol=1e-12, atol=0)
 
 
+def test_gradient_through_sharded_updates_is_the_dense_one() -> None:
+    """The objective is the sum over ranks of the squared norm of the trained shards."""
+    layout = build_for_row_atomic_unpadding([(6, 4), (6, 4), (4, 8)], 2)
+    full = {i: randn(*shape, seed=i) for i, shape in enumerate(layout.tensor_shapes)}
+    rate = torch.tensor(0.1, dtype=torch.float64)
+
+    def loss(rate: torch.Tensor, params: dict, grads: list, owners: GroupOwnerLayout | None) -> torch.Tensor:
+        optimizer = optim.muon(rate, owner_layout=owners, stack_equal_shapes=False)
+        return sum((p**2).sum() for p in train(optimizer, params, lambda _, step: grads[step], steps=2).values())
+
+    def program(mesh: Mesh) -> tuple:
+        shards, *grads = (shards_of(layout, mesh.get_rank(), t) for t in (full, gradients(full, 0), gradients(full, 1)))
+        return grad(loss, (0, 1, 2))(rate, shards, grads, GroupOwnerLayout.from_params(mesh, layout))
+
+    expected = grad(loss, (0, 1, 2))(rate, full, [gradients(full, 0), gradients(full, 1)], None)
+    results = simulate(program, 2).results.values()
+    torch.testing.assert_close(sum(result[0] for result in results), expected[0], rtol=1e-12, atol=0)
+    for pick in (lambda result: result[1], lambda result: result[2][0], lambda result: result[2][1]):
+        for i, whole in pick(expected).items():
+            parts = [pick(result)[i].flatten() for result in results if i in pick(result)]
+            torch.testing.assert_close(torch.cat(parts), whole.flatten(), rtol=0, atol=1e-12)
+
+
 def test_changing_the_learning_rate_does_not_recompile() -> None:
     params = {0: randn(4, 6, seed=0), 1: randn(5, seed=1)}
     graphs = []

@@ -1,92 +1,104 @@
 """Ways to gather and to scatter: this library's, the documented one, and the limits."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from workloads import Placed
+from measure import medians, ratio, time_rounds
+from workloads import Owning, Placed, Workload, check_gathered, check_scattered, place
 
 import mfsdp_func as mf
-from mfsdp_func import Range, inplace, intersect_ranges
+from mfsdp_func import Mesh, Range, inplace, intersect_ranges
 from mfsdp_func.gather_scatter import plan_of
 from mfsdp_func.plan import Plan
 
-Tensors = dict[int, torch.Tensor]
+Tensors: TypeAlias = dict[int, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Method:
-    """One way to move one group.
+Direction: TypeAlias = Literal["gather", "scatter"]
+Method: TypeAlias = Callable[[], Tensors]
+"""Moves one group one way; returns tensors by index, or what a limit has in their place."""
 
-    Attributes:
-        name: in tables.
-        gather: to the owners; returns full tensors by index, or what a limit has in their place.
-        scatter: from full tensors back; returns parts by index, likewise.
+
+def methods_of(placed: Placed, direction: Direction) -> dict[str, Method]:
+    """All ways to move one group, by name; what they need is prepared here, some copies of what moves."""
+    owners, dtype, given = placed.owners, placed.flat.dtype, placed.source
+    pure: Callable[..., tuple[Tensors, mf.Token]] = mf.gather
+    into, documented = inplace.gather, documented_gather
+    if direction == "scatter":
+        given, _ = mf.gather(given, owner_layout=owners, dtype=dtype)
+        pure, into, documented = mf.scatter, inplace.scatter, documented_scatter
+    limit = _Limit(plan_of(direction, owners, True), dtype)
+    # In place, an owner keeps its own part of what it scatters.
+    small = limit if direction == "gather" else _Limit(plan_of(direction, owners, False), dtype)
+    view = plan_of(direction, owners, direction == "gather").local
+    room = {slot.tensor: torch.empty(slot.shape, dtype=dtype) for slot in view.outputs}
+
+    def fill_in_place() -> Tensors:
+        into(given, room, owner_layout=owners)
+        return room
+
+    def fill_as_documented() -> Tensors:
+        documented(given, room, owners)
+        return room
+
+    preallocated = torch.zeros(small.total, dtype=dtype)
+    target = torch.zeros(small.total, dtype=dtype)
+    return {
+        "pure": lambda: pure(given, owner_layout=owners, dtype=dtype)[0],
+        "in place": fill_in_place,
+        "documented": fill_as_documented,
+        "limit, fresh": lambda: limit.run(torch.empty(limit.total, dtype=dtype)),
+        "limit, preallocated": lambda: small.run(preallocated),
+        "copy, preallocated": lambda: {-1: target.copy_(preallocated)},
+    }
+
+
+def movement_rows(workload: Workload, mesh: Mesh, owning: Owning, rounds: int) -> list[dict[str, Any]]:
+    """Seconds and ratios of all methods, gather and scatter, one group after the other. Every rank calls.
+
+    Raises:
+        ValueError: if a method moves anything wrongly.
     """
+    placed = place(workload, mesh, owning)
+    plans = [plan_of("gather", group.owners, True) for group in placed]
+    received = sum(transfer.numel for plan in plans for transfer in plan.local.receives)
+    most = torch.tensor(received * workload.dtype.itemsize)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    about = {"workload": workload.name, "owners": owning, "ranks": mesh.size(), "received nbytes": int(most)}
+    return [about | _time_direction(placed, direction, rounds) for direction in ("gather", "scatter")]
 
-    name: str
-    gather: Callable[[], Tensors]
-    scatter: Callable[[], Tensors]
 
-
-def methods_of(placed: Placed) -> list[Method]:
-    """All methods for one group; preparing them costs a few copies of what moves."""
-    owners, source = placed.owners, placed.source
-    full, _ = mf.gather(source, owner_layout=owners, dtype=placed.flat.dtype)
-    parts, _ = mf.scatter(full, owner_layout=owners, include_own=False, dtype=placed.flat.dtype)
-    full_room = {i: torch.empty_like(tensor) for i, tensor in full.items()}
-    part_room = {i: torch.empty_like(tensor) for i, tensor in parts.items()}
-
-    def gather_into() -> Tensors:
-        inplace.gather(source, full_room, owner_layout=owners)
-        return full_room
-
-    def scatter_into() -> Tensors:
-        inplace.scatter(full, part_room, owner_layout=owners)
-        return part_room
-
-    def gather_documented() -> Tensors:
-        documented_gather(source, full_room, owners)
-        return full_room
-
-    def scatter_documented() -> Tensors:
-        documented_scatter(full, part_room, owners)
-        return part_room
-
-    there, back = plan_of("gather", owners, True), plan_of("scatter", owners, False)
-    whole = plan_of("scatter", owners, True)
-    dtype = placed.flat.dtype
-    return [
-        Method(
-            "pure",
-            lambda: mf.gather(source, owner_layout=owners, dtype=dtype)[0],
-            lambda: mf.scatter(full, owner_layout=owners, dtype=dtype)[0],
-        ),
-        Method("in place", gather_into, scatter_into),
-        Method("documented", gather_documented, scatter_documented),
-        Method("limit, fresh", _Limit(there, dtype, fresh=True), _Limit(whole, dtype, fresh=True)),
-        Method("limit, preallocated", _Limit(there, dtype, fresh=False), _Limit(back, dtype, fresh=False)),
-        Method("copy, preallocated", _Copy(there, dtype), _Copy(back, dtype)),
-    ]
+def _time_direction(placed: Sequence[Placed], direction: Direction, rounds: int) -> dict[str, Any]:
+    methods = [methods_of(group, direction) for group in placed]
+    check = check_gathered if direction == "gather" else check_scattered
+    for group, found in zip(placed, methods, strict=True):
+        for name in ("pure", "in place", "documented"):
+            check(group, found[name]())
+    runs = {name: lambda name=name: [found[name]() for found in methods] for name in methods[0]}
+    seconds = time_rounds(runs, rounds)
+    row: dict[str, Any] = {"operation": direction}
+    row |= {f"{name} (s)": value for name, value in medians(seconds).items()}
+    row["pure / limit"] = ratio(seconds, "pure", "limit, fresh")
+    row["in place / limit"] = ratio(seconds, "in place", "limit, preallocated")
+    row["documented / limit"] = ratio(seconds, "documented", "limit, preallocated")
+    row["in place / documented"] = ratio(seconds, "in place", "documented")
+    return row
 
 
 class _Limit:
-    """The same bytes in one message per pair of ranks, everything packed and precomputed, and one copy of what stays."""
+    """The same bytes in one message per pair of ranks, packed and precomputed, and one copy of what stays."""
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, *, fresh: bool) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         view = plan.local
-        self._outgoing = _by_peer(view.sends)
         self._incoming = _by_peer(view.receives)
         self._own = torch.zeros(sum(copy.numel for copy in view.copies), dtype=dtype)
-        self._total = sum(self._incoming.values()) + self._own.numel()
-        self._buffers = [(peer, torch.zeros(numel, dtype=dtype)) for peer, numel in self._outgoing.items()]
-        self._room = None if fresh else torch.zeros(self._total, dtype=dtype)
-        self._dtype = dtype
+        self._buffers = [(peer, torch.zeros(numel, dtype=dtype)) for peer, numel in _by_peer(view.sends).items()]
+        self.total = sum(self._incoming.values()) + self._own.numel()
 
-    def __call__(self) -> Tensors:
-        room = torch.empty(self._total, dtype=self._dtype) if self._room is None else self._room
+    def run(self, room: torch.Tensor) -> Tensors:
+        """Fill `room`, of `total` elements; what is returned keeps it alive until the clock has stopped."""
         works: list[Any] = []
         at = 0
         for peer, numel in self._incoming.items():
@@ -96,18 +108,7 @@ class _Limit:
         room[at:].copy_(self._own)
         for work in works:
             work.wait()
-        return {-1: room}  # alive, like the results of the other methods, until the clock has stopped
-
-
-class _Copy:
-    """A plain memory copy of what this rank must end up with."""
-
-    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
-        self._source = torch.zeros(sum(plan.output_numels), dtype=dtype)
-        self._target = torch.zeros_like(self._source)
-
-    def __call__(self) -> Tensors:
-        return {-1: self._target.copy_(self._source)}
+        return {-1: room}
 
 
 def _by_peer(transfers: Any) -> dict[int, int]:
@@ -121,8 +122,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-# The documented way: every call recomputes the ranges of all ranks; every received chunk has a buffer of its own; chunks
-# are concatenated and copied into the destination.
+# The documented way: every call recomputes the ranges of all ranks; every received chunk has a buffer of its own;
+# chunks are concatenated and copied into the destination.
 
 
 def documented_gather(source: Tensors, destination: Tensors, owners: mf.GroupOwnerLayout) -> None:

@@ -19,10 +19,14 @@ from mfsdp_func.optim.newton_schulz import newton_schulz
 from mfsdp_func.pipeline import pipeline
 
 RATE, MOMENTUM, STEPS = 0.02, 0.95, 5
+DEPTH = 4
+"""Of the pipeline over blocks: a rank that owns nothing of a few blocks in a row does not wait for the others."""
 DTYPE = torch.bfloat16
 """Of Newton-Schulz, in all methods."""
-TOLERANCE = 0.05
-"""Largest difference between two methods' first updates, over the largest element: bfloat16 products, in other orders."""
+TOLERANCE = 0.15
+"""Largest difference between two methods' first updates, over the largest element: five steps of bfloat16 products,
+rounded in other orders (0.05 to 0.08 is usual).
+"""
 
 
 @dataclass
@@ -65,7 +69,7 @@ def steps_of(blocks: list[list[Shape]], *, peer: bool = True) -> dict[str, Step]
     mesh = Mesh(dist.get_world_size(), rank=dist.get_rank())
     found["ours"] = _ours(mesh, blocks, weights, gradients, depth=None)
     found["ours, one by one"] = _ours(mesh, blocks, weights, gradients, depth=0)
-    found["ours, pipelined"] = _ours(mesh, blocks, weights, gradients, depth=1)
+    found["ours, pipelined"] = _ours(mesh, blocks, weights, gradients, depth=DEPTH)
     return found
 
 
@@ -114,7 +118,14 @@ def _full_tensor(mesh: DeviceMesh, weights: list[torch.Tensor], gradients: list[
 
 def _muon_fsdp2(optimizer: Any, mesh: DeviceMesh, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> Step:
     params, prepare, result = _sharded(mesh, weights, gradients)
-    group = {"params": params, "lr": RATE, "momentum": MOMENTUM, "rms_scale": False, "ns_steps": STEPS, "use_muon": True}
+    group = {
+        "params": params,
+        "lr": RATE,
+        "momentum": MOMENTUM,
+        "rms_scale": False,
+        "ns_steps": STEPS,
+        "use_muon": True,
+    }
     made = optimizer([group])
     return Step(lambda: made.step() and None, result, prepare)
 
@@ -142,9 +153,7 @@ def _ours(
 
     params = [cut(weights, g) for g in range(len(layouts))]
     grads = [cut(gradients, g) for g in range(len(layouts))]
-    optimizers = [
-        muon(RATE, owner_layout=owner, momentum=MOMENTUM, ns_steps=STEPS, ns_dtype=DTYPE) for owner in owners
-    ]
+    optimizers = [muon(RATE, owner_layout=owner, momentum=MOMENTUM, ns_steps=STEPS, ns_dtype=DTYPE) for owner in owners]
     states = [optimizer.init(param) for optimizer, param in zip(optimizers, params, strict=True)]
 
     def run() -> None:

@@ -74,8 +74,8 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         for row in table:
             print(
-                f"{int(row['nbytes']):>9} bytes: direct {row['direct'] * 1e3:8.2f} ms, packed {row['packed'] * 1e3:8.2f} ms,"
-                f" ratio {row['direct / packed']:.2f}"
+                f"{int(row['nbytes']):>9} bytes: direct {row['direct'] * 1e3:8.2f} ms,"
+                f" packed {row['packed'] * 1e3:8.2f} ms, ratio {row['direct / packed']:.2f}"
             )
         alpha, beta = alpha_beta(table)
         print(f"direct wins from {crossing(table)} bytes; a message costs {alpha * 1e6:.0f} us, {1e-9 / beta:.2f} GB/s")

@@ -1,7 +1,7 @@
 """What is measured: parameter groups of known models, and the state of one rank for moving them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -118,15 +118,25 @@ def place(workload: Workload, mesh: Mesh, owning: Owning = "planned") -> list[Pl
     return placed
 
 
-def check(workload: Workload, placed: Sequence[Placed], gathered: Sequence[dict[int, torch.Tensor]]) -> None:
+def check_gathered(placed: Placed, tensors: Mapping[int, torch.Tensor]) -> None:
     """Check gathered tensors, bit by bit.
 
     Raises:
         ValueError: naming the tensor that is wrong.
     """
-    for n, (group, tensors) in enumerate(zip(placed, gathered, strict=True)):
-        for i, tensor in tensors.items():
-            whole = group.owners.layout.get_tensor_range(i)
-            expected = torch.arange(whole.start, whole.end).remainder_(251).to(workload.dtype)
-            if not torch.equal(tensor.reshape(-1), expected):
-                raise ValueError(f"{workload.name}: tensor {i} of group {n} was gathered wrongly")
+    for i, tensor in tensors.items():
+        whole = placed.owners.layout.get_tensor_range(i)
+        expected = torch.arange(whole.start, whole.end).remainder_(251).to(tensor.dtype)
+        if not torch.equal(tensor.reshape(-1), expected):
+            raise ValueError(f"tensor {i} was gathered wrongly")
+
+
+def check_scattered(placed: Placed, parts: Mapping[int, torch.Tensor]) -> None:
+    """Check scattered parts, bit by bit: they must be the shards that the tensors were gathered from.
+
+    Raises:
+        ValueError: naming the tensor that is wrong.
+    """
+    for i, part in parts.items():
+        if not torch.equal(part.reshape(-1), placed.source[i]):
+            raise ValueError(f"tensor {i} was scattered wrongly")

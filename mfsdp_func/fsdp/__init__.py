@@ -1,26 +1,26 @@
 """Fully-sharded training as a pure function of sharded buffers."""
 
-import copy
-import hashlib
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.absent import copy_without_parameters
+from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
-from mfsdp_func.fsdp.grouping import Entry, Group, Units, group_parameters, owners_of
+from mfsdp_func.fsdp.escape import Escape
+from mfsdp_func.fsdp.grouping import Entry, Group, Units, group_parameters, owners_of, resolve_names, resolve_owners
 from mfsdp_func.fsdp.sharded_module import ShardedModule
-from mfsdp_func.fsdp.unit import Bound
+from mfsdp_func.fsdp.values import Values
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.placement import BlockAtomic, Placement, Placements, Shard, TensorAtomic, shard_axes
+from mfsdp_func.placement import BlockAtomic, Partial, Placement, Placements, Replicate, Shard, TensorAtomic, shard_axes
 from mfsdp_func.transport import carrier_of
 
-__all__ = ["FsdpContext", "ShardedModule", "fully_shard"]
+__all__ = ["Escape", "FsdpContext", "ShardedModule", "fully_shard"]
 
 
 def fully_shard(
@@ -33,12 +33,21 @@ def fully_shard(
 ) -> tuple[ShardedModule, dict[str, DBuffer]]:
     """Shard a module's parameters over a mesh, and make its forward a pure function of them.
 
+    What the three roles of `placements` mean here:
+
+    - `optimizer`: how the returned parameters and their gradients lie.
+    - `parameter`: what rests between the uses of a unit. Where it says `Replicate` for an axis that `optimizer` shards,
+      parameters are gathered along it once per pass, and kept until its backward pass ends. If they then are whole
+      (ZeRO-1 and ZeRO-2), units run like any module: nothing is gathered or computed again in the backward pass.
+    - `gradient`: in all cases, a unit's gradients are reduced straight to `optimizer` as soon as its backward pass is
+      done. So it must be `optimizer`, or say `Replicate` or `Partial` where that shards: allowed, and no difference.
+      (For whole gradients over several micro-batches, see `ShardedModule.accumulate`.)
+
     Args:
         module: any module, on the meta device too; it is not changed, and may be dropped. All ranks must have the same
             values (parameters that are DTensors are joined).
         mesh: the data-parallel ranks.
-        placements: how parameters, gradients and main weights lie on the axes of the mesh. Main weights and gradients
-            come as ``placements.optimizer``; units gather from there.
+        placements: how parameters, gradients and main weights lie on the axes of the mesh.
         units: the modules that gather their parameters while they run: names, modules or classes; by default the
             elements of every `nn.ModuleList`. What no unit covers is split along the modules that own parameters.
         context: see `FsdpContext`.
@@ -48,8 +57,8 @@ def fully_shard(
         parameters stay inside `apply`.
 
     Raises:
-        ValueError: on placements that do not fit the mesh, unknown units or owners, or modules whose values are not
-            there (a meta buffer, a module without `reset_parameters`).
+        ValueError: on placements that do not fit the mesh or one another, unknown units, names or owners, or a module
+            on the meta device that nothing initialises.
 
     Effects: allocates this rank's shards; a unit's full parameters exist only while it is laid out. No communication,
     but for DTensor parameters.
@@ -58,20 +67,17 @@ def fully_shard(
     value = as_mesh(mesh)
     _check_placements(value, placements)
     found, groups = group_parameters(module, units)
+    choices = _choices(module, placements, chosen)
     device = _device(module, value, chosen)
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"fully_shard: buffer {name!r} is on the meta device and has no values; build the module's buffers on a"
-                " real device (torch.nn.utils.skip_init, or register them again)"
-            )
     skeleton = copy_without_parameters(module, device)
-    bound = {key: _bind(group, value, placements, chosen) for key, group in groups.items()}
+    values = Values(module, device, chosen)
+    values.fill_buffers(skeleton)
+    bound = {key: _bind(group, value, placements, choices) for key, group in groups.items()}
     params: dict[str, DBuffer] = {}
-    values = _Values(module, device, chosen)
     for key, group in groups.items():
         spec = bound[key].spec
-        full = [values(entry).reshape(s) for entry, s in zip(group.entries, spec.layout.tensor_shapes, strict=True)]
+        shapes = spec.layout.tensor_shapes
+        full = [values.parameter(entry).reshape(s) for entry, s in zip(group.entries, shapes, strict=True)]
         params[key] = DBuffer.distribute_tensors(full, value, spec.placements, spec.layout)
         del full
     frozen = {key: buffer for key, buffer in params.items() if not groups[key].trainable}
@@ -95,18 +101,51 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
             f"fully_shard: dp_axes {placements.dp_axes} must be all axes of {mesh}, in order; pass the data-parallel part of"
             " the mesh (DeviceMesh slicing: mesh['dp'])"
         )
-    kinds: set[Placement] = set()
-    for role in (placements.parameter, placements.gradient, placements.optimizer):
-        kinds |= {placement for placement in role if isinstance(placement, Shard)}
+    for axis, name in enumerate(mesh.axis_names):
+        optimizer = placements.optimizer[axis]
+        where = f"fully_shard: axis {name!r} of {placements}"
+        if isinstance(optimizer, Partial):
+            raise ValueError(f"{where}: main weights are values, not terms of a sum; optimizer cannot be {optimizer!r}")
+        if placements.parameter[axis] not in (optimizer, Replicate()):
+            raise ValueError(
+                f"{where}: parameter is {placements.parameter[axis]!r}, expected {optimizer!r} as the optimizer has it, or"
+                " Replicate(): parameters are gathered from the main weights"
+            )
+        gradient = placements.gradient[axis]
+        if gradient != optimizer and not isinstance(gradient, (Replicate, Partial)):
+            raise ValueError(
+                f"{where}: gradient is {gradient!r}, expected {optimizer!r}: gradients leave as the optimizer takes them"
+            )
+    kinds: set[Placement] = {placement for placement in placements.optimizer if isinstance(placement, Shard)}
     if len(kinds) > 1:
         raise ValueError(f"fully_shard: all shards of {placements} must be of one kind, got {sorted(map(repr, kinds))}")
 
 
-def _bind(group: Group, mesh: Mesh, placements: Placements, context: FsdpContext) -> Bound:
-    spec = BufferSpec(mesh, placements.optimizer, _layout(group, mesh, placements, context))
+class _Choices(NamedTuple):
+    """What a context says about single parameters, by their ids."""
+
+    context: FsdpContext
+    owners: dict[int, int]
+    finer: frozenset[int]
+
+
+def _choices(module: nn.Module, placements: Placements, context: FsdpContext) -> _Choices:
+    owners = resolve_owners(module, context.parameter_to_owner or {})
+    finer = resolve_names(module, context.finer_rows, "finer_rows")
+    if owners and not any(isinstance(placement, TensorAtomic) for placement in placements.optimizer):
+        raise ValueError(
+            f"fully_shard: parameter_to_owner is for TensorAtomic() placements, got {placements.optimizer}; other"
+            " placements cut tensors by rows"
+        )
+    return _Choices(context, owners, frozenset(map(id, finer)))
+
+
+def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> Bound:
+    context, layout = choices.context, _layout(group, mesh, placements, choices)
     param_dtype = context.param_dtype if context.param_dtype and group.dtype.is_floating_point else group.dtype
     return Bound(
-        spec=spec,
+        spec=BufferSpec(mesh, placements.optimizer, layout),
+        resting=BufferSpec(mesh, placements.parameter, layout),
         main_dtype=group.dtype,
         param_dtype=param_dtype,
         reduce_dtype=context.reduce_dtype or param_dtype,
@@ -116,37 +155,32 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, context: FsdpContext
     )
 
 
-def _layout(group: Group, mesh: Mesh, placements: Placements, context: FsdpContext) -> GlobalLayout:
-    shapes = [_rows(entry, context) for entry in group.entries]
-    roles = (placements.parameter, placements.gradient, placements.optimizer)
-    widest = max(roles, key=lambda role: len(shard_axes(role)))
-    axes = shard_axes(widest)
+def _layout(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> GlobalLayout:
+    shapes = [_rows(entry, choices) for entry in group.entries]
+    axes = shard_axes(placements.optimizer)
     if not axes:
         return build_row_atomic_layout(shapes, 1)
-    ranks = mesh.shard_ranks(axes)
-    shard = widest[axes[0]]
+    count = len(mesh.shard_ranks(axes, mesh.ranks[0]))
+    shard = placements.optimizer[axes[0]]
     if isinstance(shard, TensorAtomic):
-        owners = owners_of(group, _owners_by_name(group, context), ranks)
-        return build_for_tensor_atomic(shapes, len(ranks), tensor_owners=owners)
+        owners = owners_of(group, choices.owners, mesh, axes)
+        return build_for_tensor_atomic(shapes, count, tensor_owners=owners)
     block_size = shard.block_size if isinstance(shard, BlockAtomic) else 1
-    return build_row_atomic_layout(shapes, len(ranks), block_size=block_size, shard_layout=context.shard_layout)
+    try:
+        return build_row_atomic_layout(
+            shapes, count, block_size=block_size, shard_layout=choices.context.shard_layout
+        )
+    except ValueError as error:
+        error.add_note(f"in group {group.key!r}, whose tensors are {[entry.name for entry in group.entries]}")
+        raise
 
 
-def _rows(entry: Entry, context: FsdpContext) -> torch.Size:
+def _rows(entry: Entry, choices: _Choices) -> torch.Size:
     """The shape in which a parameter is laid out."""
     shape = entry.param.shape
     if not shape:
         return torch.Size([1])
-    if entry.name in context.finer_rows:
-        return torch.Size([shape[:-1].numel(), shape[-1]])
-    return shape
-
-
-def _owners_by_name(group: Group, context: FsdpContext) -> dict[str, int]:
-    given = context.parameter_to_owner or {}
-    by_name = {name: owner for name, owner in given.items() if isinstance(name, str)}
-    by_id = {id(param): owner for param, owner in given.items() if not isinstance(param, str)}
-    return by_name | {entry.name: by_id[id(entry.param)] for entry in group.entries if id(entry.param) in by_id}
+    return torch.Size([shape[:-1].numel(), shape[-1]]) if id(entry.param) in choices.finer else shape
 
 
 def _device(module: nn.Module, mesh: Mesh, context: FsdpContext) -> torch.device:
@@ -154,44 +188,3 @@ def _device(module: nn.Module, mesh: Mesh, context: FsdpContext) -> torch.device
         return torch.device(context.device)
     devices = [param.device for param in module.parameters() if not param.is_meta]
     return devices[0] if devices else carrier_of(mesh).device(mesh)
-
-
-class _Values:
-    """The full values of a module's parameters, one owning module at a time."""
-
-    def __init__(self, module: nn.Module, device: torch.device, context: FsdpContext) -> None:
-        self._module, self._device, self._context = module, device, context
-        self._owner: str | None = None
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __call__(self, entry: Entry) -> torch.Tensor:
-        """The value of one parameter."""
-        if isinstance(entry.param, DTensor):
-            return entry.param.detach().full_tensor().to(self._device)
-        if not entry.param.is_meta:
-            return entry.param.detach().to(self._device)
-        owner, _, leaf = entry.name.rpartition(".")
-        if owner != self._owner:
-            self._owner, self._made = owner, self._initialise(owner)
-        return self._made[leaf]
-
-    def _initialise(self, name: str) -> dict[str, torch.Tensor]:
-        owner = self._module.get_submodule(name)
-        empty: dict[int, nn.Parameter] = {
-            id(p): nn.Parameter(torch.empty_like(p, device=self._device), p.requires_grad)
-            for p in owner.parameters(recurse=False)
-        }
-        copied = copy.deepcopy(owner, dict[int, object](empty))
-        init, reset = self._context.init, getattr(copied, "reset_parameters", None)
-        if init is None and reset is None:
-            raise ValueError(
-                f"fully_shard: module {name!r} ({type(owner).__name__}) owns parameters on the meta device and has no"
-                " reset_parameters; pass FsdpContext(init=...)"
-            )
-        # The same values on every rank, whatever was drawn before.
-        seed = self._context.seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(seed)
-            init(name, copied) if init is not None else reset()  # pyright: ignore[reportOptionalCall]
-        return {leaf: param.detach() for leaf, param in copied.named_parameters(recurse=False)}

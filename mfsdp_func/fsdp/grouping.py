@@ -1,11 +1,13 @@
 """Which parameters of a module live together in one flat buffer, and which modules run as units."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+
+from mfsdp_func.mesh import Mesh
 
 Units: TypeAlias = Iterable[str | nn.Module | type[nn.Module]]
 
@@ -137,21 +139,60 @@ def _group_key(unit: str, param: nn.Parameter, owner: nn.Module, held: bool) -> 
     return ":".join(words)
 
 
-def owners_of(group: Group, parameter_to_owner: dict[str, int], ranks: Sequence[int]) -> list[int]:
+def resolve_names(module: nn.Module, given: Iterable[str | nn.Parameter], what: str) -> list[nn.Parameter]:
+    """The parameters that are given by any of their names, or themselves.
+
+    Raises:
+        ValueError: if one of them is no parameter of the module.
+    """
+    names = dict(module.named_parameters(remove_duplicate=False))
+    own = {id(param) for param in names.values()}
+    found: list[nn.Parameter] = []
+    for key in given:
+        param = names.get(key) if isinstance(key, str) else key
+        if param is None or id(param) not in own:
+            shown = repr(key) if isinstance(key, str) else f"of shape {tuple(key.shape)}"
+            raise ValueError(
+                f"fully_shard: {what} has a parameter {shown} that {type(module).__name__} has not; see named_parameters()"
+            )
+        found.append(param)
+    return found
+
+
+def resolve_owners(module: nn.Module, parameter_to_owner: Mapping[str | nn.Parameter, int]) -> dict[int, int]:
+    """The id of each parameter -> the global rank that owns it.
+
+    Raises:
+        ValueError: on unknown parameters, or one that is given two owners under different names.
+    """
+    params = resolve_names(module, parameter_to_owner, "parameter_to_owner")
+    owners: dict[int, int] = {}
+    for key, param, owner in zip(parameter_to_owner, params, parameter_to_owner.values(), strict=True):
+        if owners.setdefault(id(param), owner) != owner:
+            shown = key if isinstance(key, str) else tuple(key.shape)
+            raise ValueError(
+                f"fully_shard: parameter {shown!r} is given the owners {owners[id(param)]} and {owner}; tied names share one"
+            )
+    return owners
+
+
+def owners_of(group: Group, owners: Mapping[int, int], mesh: Mesh, axes: Sequence[int]) -> list[int]:
     """The shard index that owns each parameter of a group.
+
+    On axes that do not cut the buffer, the rank with the same coordinates owns in every replica group.
 
     Raises:
         ValueError: if a parameter has no owner, or one outside the mesh.
     """
-    owners: list[int] = []
+    indices: list[int] = []
     for entry in group.entries:
-        if entry.name not in parameter_to_owner:
+        owner = owners.get(id(entry.param))
+        if owner is None:
             raise ValueError(
                 f"fully_shard: TensorAtomic needs an owner for parameter {entry.name!r}; add it to"
                 " FsdpContext(parameter_to_owner=...)"
             )
-        owner = parameter_to_owner[entry.name]
-        if owner not in ranks:
-            raise ValueError(f"fully_shard: parameter {entry.name!r} is given owner {owner}, expected a rank of {ranks}")
-        owners.append(list(ranks).index(owner))
-    return owners
+        if owner not in mesh:
+            raise ValueError(f"fully_shard: parameter {entry.name!r} is given owner {owner}, expected a rank of {mesh}")
+        indices.append(mesh.shard_index(axes, owner))
+    return indices

@@ -15,6 +15,7 @@
 from mfsdp_func.optim.adamw import AdamWState, adamw
 from mfsdp_func.optim.muon import MuonState, map_on_owners, muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
+from mfsdp_func.optim.torch_optimizer import TorchOptimizer
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates, partition
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "GradientTransformation",
     "LearningRate",
     "MuonState",
+    "TorchOptimizer",
     "adamw",
     "apply_updates",
     "map_on_owners",

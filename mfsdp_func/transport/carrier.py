@@ -104,6 +104,10 @@ class Carrier(Protocol):
         """Start the backend's own collective; None where it has none for this case."""
         ...
 
+    def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Take note that `outputs` are in flight; the function returned ends that, before they are waited for."""
+        ...
+
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         """Records of equal length, one from each rank, in mesh order."""
         ...

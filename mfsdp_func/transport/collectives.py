@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -32,7 +32,19 @@ def start_collective(
         target = target[: collective.total]
     elif collective.kind == "reduce_scatter":
         source = source[: collective.total]
-    finish = _start_sum(collective, carrier, call, source, target, at_once)
+    native = None
+    if not collective.deterministic or collective.kind == "allgather":
+        native = carrier.collective(call, collective, source, target)
+    if native is not None:
+        return _averaged(collective, target, native)
+    if collective.kind == "allgather":
+        return _averaged(collective, target, _all_gather(collective, carrier, call, source, target, at_once))
+    if collective.kind == "reduce_scatter":
+        return _reduce_scatter(collective, carrier, call, source, target, at_once)
+    return _all_reduce(collective, carrier, call, source, target, at_once)
+
+
+def _averaged(collective: Collective, target: torch.Tensor, finish: Finish) -> Finish:
     if not collective.average:
         return finish
 
@@ -41,20 +53,6 @@ def start_collective(
         target.div_(len(collective.line))
 
     return finish_average
-
-
-def _start_sum(
-    collective: Collective, carrier: Carrier, call: Call, source: torch.Tensor, target: torch.Tensor, at_once: bool
-) -> Finish:
-    if not collective.deterministic or collective.kind == "allgather":
-        native = carrier.collective(call, collective, source, target)
-        if native is not None:
-            return native
-    if collective.kind == "allgather":
-        return _all_gather(collective, carrier, call, source, target, at_once)
-    if collective.kind == "reduce_scatter":
-        return _reduce_scatter(collective, carrier, call, source, target, at_once)
-    return _all_reduce(collective, carrier, call, source, target, at_once)
 
 
 def _all_gather(
@@ -82,14 +80,17 @@ def _reduce_scatter(
     finish = carrier.exchange(
         call,
         _parcels(collective, segments),
-        [Parcel(peer, 0, (buffer,)) for peer, buffer in zip(collective.line, received, strict=True)
-         if peer != collective.mesh.rank and buffer.shape[0]],
+        [
+            Parcel(peer, 0, (buffer,))
+            for peer, buffer in zip(collective.line, received, strict=True)
+            if peer != collective.mesh.rank and buffer.shape[0]
+        ],
         at_once=at_once,
     )
 
     def fold() -> None:
         finish()
-        target[: mine.shape[0]].copy_(_fold(received))
+        target[: mine.shape[0]].copy_(_fold(received, collective.average))
 
     return fold
 
@@ -100,7 +101,7 @@ def _all_reduce(
     """Reduce-scatter in even parts, then all-gather: the same sums in the same order, element by element."""
     ranks = len(collective.line)
     bounds = [k * collective.total // ranks for k in range(ranks + 1)]
-    sizes = tuple(after - before for before, after in zip(bounds[:-1], bounds[1:], strict=True))
+    sizes = tuple(after - before for before, after in pairwise(bounds))
     parts = replace(collective, kind="reduce_scatter", sizes=sizes, stored=None)
     piece = source.new_empty((parts.segment, *source.shape[1:]))
     reduced = _reduce_scatter(parts, carrier, call, source, piece, at_once)
@@ -124,14 +125,14 @@ def _peers(collective: Collective) -> list[int]:
     return [rank for rank in collective.line if rank != collective.mesh.rank]
 
 
-def _fold(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum from left to right; halves are added in float32 and rounded once."""
+def _fold(terms: Sequence[torch.Tensor], average: bool) -> torch.Tensor:
+    """The sum, or the mean, from left to right; halves are added and divided in float32, and rounded once."""
     dtype = terms[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = terms[0].to(wide, copy=True)
     for term in terms[1:]:
         total += term
-    return total.to(dtype)
+    return (total.div_(len(terms)) if average else total).to(dtype)
 
 
 def compact(stored: torch.Tensor, target: torch.Tensor, sizes: Sequence[int]) -> None:

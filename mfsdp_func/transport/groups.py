@@ -7,12 +7,17 @@ from mfsdp_func.mesh import Mesh, group_names
 
 
 def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups along each axis through this rank; none where the mesh came from no `DeviceMesh`.
+    """The process groups along each axis through this rank.
 
-    Raises:
-        RuntimeError: if they were destroyed.
+    None where the mesh came from no `DeviceMesh`, or where its groups were destroyed with their world since.
     """
-    try:
-        return tuple(_resolve_process_group(name) for name in group_names(mesh))  # pyright: ignore[reportArgumentType]
-    except (RuntimeError, LookupError) as error:
-        raise RuntimeError(f"the process groups of {mesh} are gone; make its layouts again from a new DeviceMesh") from error
+    groups: list[dist.ProcessGroup] = []
+    for axis, name in enumerate(group_names(mesh)):
+        try:
+            group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+        except (RuntimeError, LookupError):
+            return ()
+        if set(dist.get_process_group_ranks(group)) != set(mesh.axis_ranks(axis)):
+            return ()  # a new world has given the name to another group
+        groups.append(group)
+    return tuple(groups)

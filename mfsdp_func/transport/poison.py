@@ -8,6 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
+class SimulationError(RuntimeError):
+    """The simulated ranks cannot go on: a deadlock, or a result read too early. Says which rank waits for what."""
+
+
 class PoisonMode(TorchDispatchMode):
     """Raises when an operator reads a tensor that an operation still has to fill."""
 
@@ -17,18 +21,19 @@ class PoisonMode(TorchDispatchMode):
         self._held: dict[int, tuple[str, torch.UntypedStorage]] = {}
         self._pending: list[str] = []
 
-    def hold(self, label: str, parts: Sequence[torch.Tensor]) -> None:
-        """Poison `parts`, and watch their storages until `release`."""
+    def hold(self, label: str, outputs: Sequence[torch.Tensor]) -> None:
+        """Watch the storages of `outputs` until `release`."""
         self._pending.append(label)
-        for part in parts:
-            _fill(part)
-            self._held[part.untyped_storage().data_ptr()] = (label, part.untyped_storage())
+        for output in outputs:
+            storage = output.untyped_storage()
+            if storage.nbytes():
+                self._held[storage.data_ptr()] = (label, storage)
 
-    def release(self, label: str, parts: Sequence[torch.Tensor]) -> None:
+    def release(self, label: str, outputs: Sequence[torch.Tensor]) -> None:
         """Their token is waited for: they may be read from now on."""
         self._pending.remove(label)
-        for part in parts:
-            self._held.pop(part.untyped_storage().data_ptr(), None)
+        for output in outputs:
+            self._held.pop(output.untyped_storage().data_ptr(), None)
 
     def pending(self) -> list[str]:
         """Labels of the operations that nobody has waited for."""
@@ -40,7 +45,7 @@ class PoisonMode(TorchDispatchMode):
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                     held = self._held.get(value.untyped_storage().data_ptr())
                     if held is not None:
-                        raise RuntimeError(
+                        raise SimulationError(
                             f"rank {self._rank}: {func} uses a result of {held[0]} before its token was waited for; call"
                             " token.wait() first"
                         )
@@ -52,7 +57,8 @@ def _only_looks(func: Any) -> bool:
     return getattr(func, "is_view", False) or func is torch.ops.aten.detach.default
 
 
-def _fill(part: torch.Tensor) -> None:
+def fill_with_poison(part: torch.Tensor) -> None:
+    """NaN, or the smallest integer."""
     if part.is_floating_point() or part.is_complex():
         if part.dtype.itemsize == 1:
             part.view(torch.uint8).fill_(0xFF)  # NaN in the fp8 formats

@@ -5,7 +5,8 @@ plan, the dtype and the batch, so that calls which do not agree never meet: they
 mixing (gloo aborts the process when a message is larger than the buffer posted for it).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
+from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import Call, Parcel
 from mfsdp_func.transport.groups import axis_groups
 from mfsdp_func.transport.native import native_collective
@@ -65,9 +67,12 @@ class ProcessGroups:
         if call.mesh.size() == 1:
             return _nothing
         group = _group(call.mesh)
+        if _carries(group, "cuda") and torch.cuda.is_available():
+            self._warm_up(group)  # on all ranks, also on those that move nothing and know no device
         parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
+        if parts and call.batch and not call.forward:
+            _compare_batches(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, parts[0].device)
         if parts and parts[0].is_cuda:
-            self._warm_up(call.mesh, group, parts[0].device)
             _run_stages(_by_stage(outgoing, incoming), lambda sends, receives: _post_batch(group, sends, receives))
             return _nothing
         if call.dtype is None:
@@ -76,16 +81,22 @@ class ProcessGroups:
         in_flight = len(stages) if at_once else 1 + _STAGES_IN_FLIGHT
         return _run_stages_later(stages, lambda sends, receives: _post(group, call.tag, sends, receives), in_flight)
 
-    def _warm_up(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _warm_up(self, group: dist.ProcessGroup) -> None:
         """Let all ranks of a group communicate once: NCCL's first point-to-point batch may not leave a rank out."""
         if group.group_name not in self._warm:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
             self._warm.add(group.group_name)
 
     def collective(
         self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
     ) -> Callable[[], None] | None:
+        if call.batch and not call.forward and len(collective.line) > 1:
+            peers = {rank for rank in collective.line if rank != call.mesh.rank}
+            _compare_batches(call, peers, _group(call.mesh), source.device)
         return native_collective(call, collective, source, target)
+
+    def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+        return _nothing
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         if mesh.size() == 1:
@@ -111,6 +122,21 @@ PROCESS_GROUPS = ProcessGroups()
 
 def _nothing() -> None:
     pass
+
+
+def _compare_batches(call: Call, peers: Collection[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse unequal batches of autograd's calls, which no agreement check has seen: of `vmap` around a vjp function.
+
+    Raises:
+        ValueError: if a peer has another batch.
+    """
+    mine = torch.tensor([math.prod(call.batch)], device=device)
+    theirs = {peer: torch.empty_like(mine) for peer in sorted(peers)}
+    tag = _tell_tag(call) ^ 1
+    works = [_irecv(theirs[peer], peer, group, tag) for peer in theirs]
+    _wait(works + [_isend(mine, peer, group, tag) for peer in theirs])
+    sizes = {call.mesh.get_rank(): int(mine)} | {peer: int(size) for peer, size in theirs.items()}
+    compare_facts(call.label, {rank: {"batch size under vmap": str(size)} for rank, size in sorted(sizes.items())})
 
 
 def _tell_tag(call: Call) -> int:

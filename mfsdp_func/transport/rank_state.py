@@ -47,8 +47,11 @@ class ProcessState:
 @contextmanager
 def shared_dual_level() -> Generator[None, None, None]:
     """Let several threads be inside `jvp` at once: torch has one dual level per process, which the last one closes."""
-    enter: Callable[[], int] = predispatch._enter_dual_level_impl  # pyright: ignore[reportPrivateUsage]
-    leave: Callable[..., None] = predispatch._exit_dual_level_impl  # pyright: ignore[reportPrivateUsage]
+    # Where `torch.autograd.forward_ad` finds them: in torch 2.13, and before.
+    home, suffix = (predispatch, "_impl") if hasattr(predispatch, "_enter_dual_level_impl") else (torch._C, "")
+    names = f"_enter_dual_level{suffix}", f"_exit_dual_level{suffix}"
+    enter: Callable[[], int] = getattr(home, names[0])
+    leave: Callable[..., None] = getattr(home, names[1])
     inside = 0
 
     def shared_enter() -> int:
@@ -63,8 +66,5 @@ def shared_dual_level() -> Generator[None, None, None]:
         if inside == 0:
             leave(level=level)
 
-    with (
-        mock.patch.object(predispatch, "_enter_dual_level_impl", shared_enter),
-        mock.patch.object(predispatch, "_exit_dual_level_impl", shared_leave),
-    ):
+    with mock.patch.object(home, names[0], shared_enter), mock.patch.object(home, names[1], shared_leave):
         yield

@@ -8,6 +8,7 @@ copied when they are sent.
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import SIMULATED, Call, Parcel, Simulated
-from mfsdp_func.transport.poison import PoisonMode
+from mfsdp_func.transport.poison import PoisonMode, SimulationError, fill_with_poison
 from mfsdp_func.transport.rank_state import ProcessState, shared_dual_level
 
 Result = TypeVar("Result")
@@ -44,10 +45,6 @@ class Simulation(NamedTuple, Generic[Result]):
 
     results: dict[int, Result]
     trace: tuple[Sent, ...]
-
-
-class SimulationError(RuntimeError):
-    """The simulated ranks cannot go on: a deadlock, or a result read too early. Says which rank waits for what."""
 
 
 class _Aborted(BaseException):
@@ -115,6 +112,8 @@ class _Posted:
 
     call: Call
     payloads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    copied: "torch.cuda.Event | None" = None
+    """On CUDA, when the copies are done: ranks may work on different streams."""
 
 
 class _World:
@@ -129,12 +128,18 @@ class _World:
 
     def run(self, program: Callable[[Mesh], Result]) -> Simulation[Result]:
         results: dict[int, Result] = {}
-        threads = [
-            threading.Thread(target=self._run_rank, args=(rank, program, results), name=f"rank {rank}", daemon=True)
-            for rank in self.mesh.ranks
-        ]
         before = ProcessState.current()
-        with shared_dual_level(), _enough_recompiles(len(threads)):
+        with shared_dual_level(), _enough_recompiles(self.mesh.size()):
+            # Each in a copy of the caller's context, where torch keeps its settings (and we the agreement check).
+            threads = [
+                threading.Thread(
+                    target=copy_context().run,
+                    args=(self._run_rank, rank, program, results),
+                    name=f"rank {rank}",
+                    daemon=True,
+                )
+                for rank in self.mesh.ranks
+            ]
             for thread in threads:
                 thread.start()
             self.ranks[self.mesh.ranks[0]].turn.set()
@@ -261,9 +266,13 @@ class _SimulatedCarrier:
             mine.payloads.setdefault(parcel.peer, []).extend(payload)
             nbytes = sum(part.nbytes for part in payload)
             self._world.trace.append(Sent(call.label, self._state.id, parcel.peer, nbytes))
+        if outgoing and outgoing[0].parts[0].is_cuda:
+            mine.copied = torch.cuda.current_stream(outgoing[0].parts[0].device).record_event()
         number = self._post(mine)
         if self._poison is not None and at_once:
-            self._poison.hold(call.label, [part for parcel in incoming for part in parcel.parts])
+            for parcel in incoming:
+                for part in parcel.parts:
+                    fill_with_poison(part)
 
         def finish() -> None:
             partners = call.mesh.ranks if call.forward else {parcel.peer for parcel in (*outgoing, *incoming)}
@@ -272,16 +281,28 @@ class _SimulatedCarrier:
                 if peer != self._state.id:
                     calls[peer] = self._posted(call, peer, number).call
             compare_facts(call.label, {rank: calls[rank].facts for rank in sorted(calls)})
-            if self._poison is not None and at_once:
-                self._poison.release(call.label, [part for parcel in incoming for part in parcel.parts])
-            payloads = {peer: iter(self._posted(call, peer, number).payloads[self._state.id]) for peer, *_ in incoming}
-            for parcel in incoming:
-                for part, sent in zip(parcel.parts, payloads[parcel.peer], strict=False):
-                    part.copy_(sent)
-            for peer in {parcel.peer for parcel in incoming}:
-                del self._posted(call, peer, number).payloads[self._state.id]
+            for peer in dict.fromkeys(parcel.peer for parcel in incoming):
+                parts = [part for parcel in incoming if parcel.peer == peer for part in parcel.parts]
+                self._receive(self._posted(call, peer, number), parts)
 
         return finish
+
+    def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+        if self._poison is None:
+            return _nothing
+        poison = self._poison
+        poison.hold(call.label, outputs)
+        return lambda: poison.release(call.label, outputs)
+
+    def _receive(self, posted: _Posted, parts: Sequence[torch.Tensor]) -> None:
+        sent = posted.payloads.pop(self._state.id)
+        if posted.copied is not None:
+            stream = torch.cuda.current_stream(parts[0].device)
+            stream.wait_event(posted.copied)
+            for tensor in sent:
+                tensor.record_stream(stream)
+        for part, tensor in zip(parts, sent, strict=True):
+            part.copy_(tensor)
 
     def _post(self, mine: _Posted) -> int:
         calls = self._calls(self._state, mine.call)

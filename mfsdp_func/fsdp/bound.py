@@ -1,0 +1,216 @@
+"""One group of parameters as units use it: how it is gathered, how its gradients are averaged, what is in flight."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mfsdp_func.buffer_spec import BufferSpec
+from mfsdp_func.dbuffer import DBuffer, redistribute
+from mfsdp_func.placement import Partial, Replicate, Shard, shard_axes
+from mfsdp_func.tokens import Token
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A group bound to a mesh.
+
+    Attributes:
+        spec: of the main weights, and of their gradients.
+        resting: of what units gather from: the main weights, or a copy that is less sharded and kept for a whole pass.
+        main_dtype: of the main weights, and of their gradients.
+        param_dtype: in which they are gathered.
+        reduce_dtype: in which gradients are averaged.
+        shapes: logical shapes of the parameters, which the layout may lay out otherwise.
+        trainable: whether gradients are taken.
+        deterministic: see `FsdpContext`.
+    """
+
+    spec: BufferSpec
+    resting: BufferSpec
+    main_dtype: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    shapes: tuple[torch.Size, ...]
+    trainable: bool
+    deterministic: bool
+
+    @cached_property
+    def whole(self) -> BufferSpec:
+        """The spec of the gathered buffer."""
+        return BufferSpec(self.spec.mesh, (Replicate(),) * self.spec.mesh.ndim, self.spec.layout)
+
+    @cached_property
+    def average(self) -> BufferSpec:
+        """The spec of a whole buffer of gradients that are still to be averaged."""
+        return BufferSpec(self.spec.mesh, (Partial("avg"),) * self.spec.mesh.ndim, self.spec.layout)
+
+    @property
+    def rests_apart(self) -> bool:
+        """Whether units gather from something else than the main weights."""
+        return self.resting != self.spec
+
+    @property
+    def rests_whole(self) -> bool:
+        """Whether all of the group stays gathered between its first use in a pass and its last."""
+        return self.rests_apart and not self.resting.is_sharded
+
+    def rest(self, shard: torch.Tensor) -> torch.Tensor:
+        """What units gather from, made of the main weights, in `param_dtype`. Communicates."""
+        resting = DBuffer(self.spec, shard).cast(self.param_dtype).redistribute(self.resting.placements)
+        return resting.local_buffer
+
+    def gather(self, source: torch.Tensor) -> DBuffer:
+        """The whole buffer, on every rank, from what rests. Communicates."""
+        return self._source(source).redistribute(self.whole.placements)
+
+    def start_gather(self, source: torch.Tensor) -> tuple[DBuffer, Token]:
+        """The same, in flight."""
+        return redistribute(self._source(source), self.whole.placements, async_op=True)
+
+    def _source(self, source: torch.Tensor) -> DBuffer:
+        return DBuffer(self.resting, source).cast(self.param_dtype)
+
+    def gather_averaging(self, shard: torch.Tensor) -> DBuffer:
+        """The whole buffer from the main weights. Differentiable, with the mean over ranks as its gradient."""
+        averaged = _AverageGradient.apply(shard, self, 0)
+        return DBuffer(self.spec, averaged).cast(self.param_dtype).redistribute(self.whole.placements)
+
+    def average_shard(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the shard, summed over the axes that cut the buffer, as the average over all axes."""
+        placements = self.spec.placements
+        replicas = tuple(p if isinstance(p, Shard) else Partial("avg") for p in placements)
+        mean = DBuffer(BufferSpec(self.spec.mesh, replicas, self.spec.layout), gradient).redistribute(placements)
+        return mean.local_buffer / math.prod(self.spec.mesh.size(axis) for axis in shard_axes(placements))
+
+    def params(self, full: DBuffer) -> list[torch.Tensor]:
+        """The parameters as views of the whole buffer, in their logical shapes."""
+        return [full.get_tensor_view(i).view(shape) for i, shape in enumerate(self.shapes)]
+
+    def flat(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of all parameters as one flat buffer in `reduce_dtype`; padding is zero."""
+        shapes = self.spec.layout.tensor_shapes
+        shaped = [g.to(self.reduce_dtype).reshape(s) for g, s in zip(gradients, shapes, strict=True)]
+        spec = self.whole
+        return DBuffer.distribute_tensors(shaped, spec.mesh, spec.placements, spec.layout).local_buffer
+
+    def reduce(self, flat: torch.Tensor) -> torch.Tensor:
+        """The average over all ranks of flat gradients, as the main weights are sharded. Communicates."""
+        mean = DBuffer(self.average, flat).redistribute(self.spec.placements, deterministic=self.deterministic)
+        return mean.local_buffer.to(self.main_dtype)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """A shard as it is; its gradient, the sum over the ranks that share the buffer, becomes the mean over all ranks.
+
+    ``(shard, bound, number of leading batch dims) -> shard``
+    """
+
+    @staticmethod
+    def forward(shard: torch.Tensor, bound: Bound, batch_ndim: int) -> torch.Tensor:
+        return shard.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.bound, ctx.batch_ndim = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        average = ctx.bound.average_shard
+        for _ in range(ctx.batch_ndim):
+            average = torch.func.vmap(average)
+        return average(gradient), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _bound: None, _batch_ndim: None) -> torch.Tensor:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], shard: torch.Tensor, bound: Bound, batch_ndim: int
+    ) -> tuple[torch.Tensor, int]:
+        return _AverageGradient.apply(shard.movedim(in_dims[0], 0), bound, batch_ndim + 1), 0
+
+
+class Kept(torch.autograd.Function):
+    """``(bound, shard, accumulator or None) -> whole buffer`` of parameters that stay gathered for a pass.
+
+    Linear, so it saves nothing. The gradient goes to the shard, averaged, or to the accumulator as it is.
+    """
+
+    @staticmethod
+    def forward(bound: Bound, shard: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        full = DBuffer(bound.spec, shard).cast(bound.param_dtype).redistribute(bound.whole.placements).local_buffer
+        return full.clone() if full is shard else full
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.bound, _, accumulator = inputs
+        ctx.accumulates = accumulator is not None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        flat = gradient.to(ctx.bound.reduce_dtype)
+        return (None, None, flat) if ctx.accumulates else (None, ctx.bound.reduce(flat), None)
+
+    @staticmethod
+    def jvp(ctx: Any, _bound: None, of_shard: torch.Tensor | None, of_accumulator: torch.Tensor | None) -> torch.Tensor:
+        if not ctx.accumulates and of_shard is not None:
+            return ctx.bound.gather_averaging(of_shard).local_buffer
+        if of_accumulator is not None:
+            return of_accumulator.to(ctx.bound.param_dtype)
+        return torch.zeros(ctx.bound.whole.local_numel, dtype=ctx.bound.param_dtype)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        bound: Bound,
+        shard: torch.Tensor,
+        accumulator: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, int]:
+        def run(shard: torch.Tensor, *accumulator: torch.Tensor) -> torch.Tensor:
+            full = bound.gather_averaging(shard).local_buffer
+            return with_gradient_to(full, accumulator[0]) if accumulator else full
+
+        given = (shard,) if accumulator is None else (shard, accumulator)
+        return torch.func.vmap(run, in_dims[1 : 1 + len(given)])(*given), 0
+
+
+def with_gradient_to(full: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """The values of a whole buffer, whose gradient goes to an accumulator: that acts as zeros added to a constant."""
+    return full.detach() + (accumulator - accumulator.detach()).to(full.dtype)
+
+
+class GatherCache:
+    """Gathers in flight, by the tensor that they read."""
+
+    def __init__(self) -> None:
+        # The source is kept with its gather: a new one at the same address must not be taken for it.
+        self._entries: dict[tuple[int, int, int], tuple[DBuffer, Token, torch.Tensor]] = {}
+
+    def start(self, bound: Sequence[Bound], sources: Sequence[torch.Tensor]) -> None:
+        """Start gathering; nothing where it is under way already."""
+        for group, source in zip(bound, sources, strict=True):
+            if _identity(source) not in self._entries:
+                self._entries[_identity(source)] = (*group.start_gather(source), source)
+
+    def take(self, bound: Bound, source: torch.Tensor) -> DBuffer:
+        """The whole buffer of a source, waited for."""
+        if (entry := self._entries.pop(_identity(source), None)) is None:
+            return bound.gather(source)
+        entry[1].wait()
+        return entry[0]
+
+    def drop(self) -> None:
+        """Wait for gathers that nobody took (the order of units has changed), and forget them."""
+        for _, token, _ in self._entries.values():
+            token.wait()
+        self._entries.clear()
+
+
+def _identity(source: torch.Tensor) -> tuple[int, int, int]:
+    return source.data_ptr(), source.numel(), source._version

@@ -1,0 +1,97 @@
+"""Each benchmark runs on a tiny size; methods move the same bits, and Muon steps agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples" / "benchmarks"
+
+SECTIONS = {"movement", "growth", "groups", "steps", "memory"}
+
+
+def run(tmp_path: Path, *arguments: str) -> dict:
+    """The whole command, as a user starts it; returns what it wrote."""
+    command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path), "--rounds", "2", *arguments]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((tmp_path / "results.json").read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_benchmark_runs(tmp_path: Path) -> None:
+    """The run itself checks what was moved, bit by bit, and that first updates agree to `steps.TOLERANCE`."""
+    pytest.importorskip("matplotlib")
+    results = run(tmp_path, "--scale", "32", "--ranks", "2", "4")
+    assert set(results["ranks"]) == {"2", "4"}
+    for size, found in results["ranks"].items():
+        assert set(found) >= SECTIONS
+        assert {row["operation"] for row in found["movement"]} == {"gather", "scatter"}
+        assert all(row["pure (s)"] > 0 and row["ranks"] == int(size) for row in found["movement"])
+    assert results["planning"]
+    assert results["load"]
+    assert [row["ranks"] for row in results["model"]["rows"]] == [2, 4]
+    assert (tmp_path / "results.md").read_text().startswith("# Benchmark results")
+    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.distributed
+def test_methods_agree(tmp_path: Path) -> None:
+    chosen = ("--only", "movement", "steps", "--workloads", "gpt2 blocks bf16", "small fp32")
+    results = run(tmp_path, "--scale", "32", "--ranks", "2", *chosen)
+    (found,) = results["ranks"].values()
+    assert len(found["movement"]) == 2 * 2 * 2
+    for row in found["steps"]:
+        assert row["differences"]["full tensor"] == 0
+        assert {"ours", "ours, one by one", "ours, pipelined"} <= set(row["differences"])
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.usefixtures("modules")
+def test_plain_loop_chooses_the_same_owners() -> None:
+    from planning import planning_rows  # pyright: ignore[reportMissingImports]
+
+    assert len(planning_rows(60, 16, 1)) == 4
+
+
+@pytest.mark.usefixtures("modules")
+def test_ratios_are_medians_within_rounds() -> None:
+    from measure import medians, ratio  # pyright: ignore[reportMissingImports]
+
+    seconds = {"a": [1.0, 4.0, 9.0], "b": [1.0, 2.0, 1.0]}
+    assert ratio(seconds, "a", "b") == 2
+    assert medians(seconds) == {"a": 4.0, "b": 1.0}
+
+
+@pytest.mark.usefixtures("modules")
+def test_threshold_and_model_from_a_table() -> None:
+    from thresholds import alpha_beta, crossing  # pyright: ignore[reportMissingImports]
+
+    rows = [
+        {"nbytes": n, "direct": 64 * (50e-6 + n * 1e-9), "direct / packed": 2 if n < 4096 else 0.5}
+        for n in (1024, 4096, 65536)
+    ]
+    assert crossing(rows) == 4096
+    assert alpha_beta(rows) == pytest.approx((50e-6, 1e-9))
+    assert crossing([{"nbytes": 1, "direct / packed": 3.0}]) is None
+
+
+@pytest.mark.usefixtures("modules")
+def test_workloads_have_the_models_sizes() -> None:
+    from workloads import workloads  # pyright: ignore[reportMissingImports]
+
+    found = workloads()
+    assert found["gpt2 fp32"].nbytes == found["gpt2 blocks fp32"].nbytes == 4 * 12 * 12 * 768**2
+    assert found["llama blocks bf16"].dtype == torch.bfloat16
+    assert len(found["small fp32"].groups[0]) == 2001

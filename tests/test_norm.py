@@ -1,0 +1,168 @@
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mfsdp_func as mf
+from mfsdp_func.mesh import Mesh
+from tests import strategies
+from tests.buffers import AVG, FULL, KINDS, MESHES, ROWS, SUM, dense, layout_of, local_of, real_mesh, shard_of
+from tests.spawn import RankPool
+
+Local = list[tuple[mf.GlobalLayout, Any, int, torch.dtype]]
+"""Layout, placements, seed and dtype of each buffer."""
+
+
+def buffers_of(mesh: Mesh, given: Local) -> list[mf.DBuffer]:
+    return [local_of(mf.BufferSpec(mesh, p, layout), dense(layout, seed, dtype)) for layout, p, seed, dtype in given]
+
+
+def dense_norm(given: Local) -> float:
+    """From whole buffers, with plain sums."""
+    return math.sqrt(
+        sum(float(dense(layout, seed, dtype).double().square().nansum()) for layout, _, seed, dtype in given)
+    )
+
+
+def all_kinds(mesh: Mesh) -> Local:
+    """Every kind of layout, sharded on any suffix of the axes."""
+    return [
+        (
+            layout_of(kind, mesh.size()),
+            [*[FULL] * whole, *[shard_of(kind)] * (mesh.ndim - whole)],
+            10 * n + whole,
+            torch.float64,
+        )
+        for n, kind in enumerate(KINDS)
+        for whole in range(mesh.ndim + 1)
+    ]
+
+
+def norms(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    buffers = buffers_of(mesh, all_kinds(mesh))
+    with torch.no_grad():
+        tree = {"list": buffers[:2], "tuple": (buffers[2], {"rest": buffers[3:]})}
+        return mf.global_norm(tree), mf.global_norm(tree, deterministic=True)
+
+
+def norms_on_gloo(rank: int, mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return norms(real_mesh(rank, mesh))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2), (2, 1, 3)])
+@pytest.mark.parametrize("poison", [False, True])
+def test_padding_is_left_out_and_replicas_count_once(shape: tuple[int, ...], poison: bool) -> None:
+    """Every gap and everything behind a segment is NaN."""
+    results = mf.simulate(norms, shape, poison=poison).results
+    expected = dense_norm(all_kinds(Mesh(shape)))
+    for value, fixed in results.values():
+        assert value.shape == ()
+        assert value.dtype == torch.float64
+        assert float(value) == pytest.approx(expected, rel=1e-13)
+        assert torch.equal(value, fixed)
+    assert len({float(value) for value, _ in results.values()}) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", MESHES[4], ids=["4", "2x2"])
+def test_on_real_ranks(mesh: Any, ranks4: RankPool) -> None:
+    simulated = mf.simulate(norms, mesh[0], ranks=mesh[1]).results
+    for rank, (value, fixed) in enumerate(ranks4.run(norms_on_gloo, mesh)):
+        assert torch.equal(fixed, simulated[rank][1])
+        assert float(value) == pytest.approx(float(fixed), rel=1e-14)
+
+
+@given(st.data())
+def test_any_mesh(data: st.DataObject) -> None:
+    mesh = data.draw(strategies.meshes(max_ranks=6, nobody=True))
+    given: Local = []
+    for seed in range(data.draw(st.integers(0, 3))):
+        case = data.draw(strategies.cases(mesh.size()))
+        whole = data.draw(st.integers(0, mesh.ndim))
+        given.append((case.layout, [*[FULL] * whole, *[case.placement] * (mesh.ndim - whole)], seed, torch.float64))
+
+    def program(mesh: Mesh) -> float:
+        return float(mf.global_norm(buffers_of(mesh, given)))
+
+    for value in mf.simulate(program, mesh.shape, ranks=mesh.ranks).results.values():
+        assert value == pytest.approx(dense_norm(given), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([torch.bfloat16], torch.float32),
+        ([torch.float16, torch.float32], torch.float32),
+        ([torch.float32, torch.float64], torch.float64),
+        ([torch.complex64], torch.float32),
+        ([], torch.float32),
+    ],
+)
+def test_dtypes(dtypes: list[torch.dtype], expected: torch.dtype) -> None:
+    def program(mesh: Mesh) -> torch.Tensor:
+        layout = mf.build_for_row_atomic_unpadding([(33, 7), (5, 3)], 2)
+        return mf.global_norm(buffers_of(mesh, [(layout, [ROWS], n, dtype) for n, dtype in enumerate(dtypes)]))
+
+    for value in mf.simulate(program, 2).results.values():
+        assert value.dtype == expected
+        if dtypes == [torch.bfloat16]:
+            layout = mf.build_for_row_atomic_unpadding([(33, 7), (5, 3)], 2)
+            assert float(value) == pytest.approx(dense_norm([(layout, [], 0, torch.bfloat16)]), rel=1e-6)
+
+
+def test_clipping() -> None:
+    """The use it is made for: one factor for all gradients, alike on all ranks."""
+
+    def program(mesh: Mesh) -> float:
+        given: Local = [(layout_of(kind, 4), [shard_of(kind)], n, torch.float64) for n, kind in enumerate(KINDS)]
+        grads = {f"group {n}": buffer for n, buffer in enumerate(buffers_of(mesh, given))}
+        factor = (0.5 / mf.global_norm(grads)).clamp(max=1)
+        clipped = torch.utils._pytree.tree_map(partial(torch.mul, factor), grads)
+        return float(mf.global_norm(clipped))
+
+    assert all(norm == pytest.approx(0.5) for norm in mf.simulate(program, 4).results.values())
+
+
+def test_nan_in_a_tensor_is_seen_on_every_rank() -> None:
+    def program(mesh: Mesh) -> bool:
+        (buffer,) = buffers_of(mesh, [(layout_of("unpadded", 2), [ROWS], 0, torch.float64)])
+        if mesh.get_rank() == 1:
+            buffer.local_buffer[0] = float("nan")
+        return bool(mf.global_norm(buffer).isnan())
+
+    assert mf.simulate(program, 2).results == {0: True, 1: True}
+
+
+def test_one_number_per_sharded_axis() -> None:
+    def program(mesh: Mesh) -> None:
+        mf.global_norm(buffers_of(mesh, [(layout_of("padded", 4), [FULL, ROWS], n, torch.float64) for n in range(5)]))
+
+    trace = mf.simulate(program, (2, 2)).trace
+    assert {sent.operation for sent in trace} == {"allreduce over 'axis1'"}
+    assert sum(sent.nbytes for sent in trace) == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "message"),
+    [
+        (lambda: torch.ones(3), TypeError, "expected DBuffers, got a Tensor"),
+        (
+            lambda: mf.DBuffer.empty(Mesh(2, rank=0), [ROWS], layout_of("padded", 2), dtype=torch.int64),
+            TypeError,
+            "holds no floating-point numbers; cast it first",
+        ),
+        (
+            lambda: mf.DBuffer.empty(Mesh(2, rank=0), [SUM], layout_of("padded", 2)),
+            ValueError,
+            "not summed yet; reduce_scatter or allreduce its Partial axes first",
+        ),
+        (lambda: mf.DBuffer.empty(Mesh(2, rank=0), [AVG], layout_of("padded", 2)), ValueError, "not summed yet"),
+    ],
+)
+def test_refused(leaf: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mf.global_norm([leaf()])
