@@ -6,12 +6,20 @@ Every transformer block is one flat buffer, cut between the ranks at row boundar
 the gradient of this rank's batch, averages it onto each rank's own rows, and updates these: with AdamW where they lie,
 with Muon by way of each matrix's owner (gather, Newton-Schulz, scatter). At the end rank 0 repeats the training in one
 process, without any of this, and compares the weights.
+
+With ``--compile`` the whole step is one compiled region per rank, and the run ends with an error if any of it falls
+back to eager code or is compiled a second time.
+
+The step is a pure function of its state. PyTorch has no donation: the old state lives until its name is bound to the
+new one, so a step needs room for both. Where that matters, write in place: `mf.optim.TorchOptimizer` with
+``compile=True`` needs no second state (measured by ``examples/benchmarks/donation.py``).
 """
 
 import argparse
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,19 +48,14 @@ class Unit(NamedTuple):
     owners: mf.GroupOwnerLayout
     optimizer: optim.GradientTransformation[Any]
 
-    @property
-    def segment(self) -> mf.Range:
-        """The elements of the buffer that this rank holds."""
-        return self.layout.get_local_range(self.owners.mesh, self.owners.placements)
-
 
 class State(NamedTuple):
-    """What a step takes and returns, by unit."""
+    """What a step takes and returns, by unit: a pytree."""
 
-    buffers: dict[str, torch.Tensor]
-    """This rank's segment of each flat buffer: 1-D, in the dtype of the parameters."""
+    buffers: dict[str, mf.DBuffer]
+    """Parameters: this rank holds its rows of each flat buffer."""
     optimizers: dict[str, Any]
-    """Optimizer states of this rank's shards."""
+    """Optimizer states of this rank's rows."""
 
 
 class Metrics(NamedTuple):
@@ -91,99 +94,66 @@ def make_units(config: gpt.Config, mesh: Any, args: argparse.Namespace) -> dict[
     return units
 
 
-def flatten(unit: Unit, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """This rank's segment of the buffer of whole tensors."""
-    buffer = tensors[unit.names[0]].new_zeros(unit.layout.size)
-    for name, view in tensors_of(unit, buffer).items():
-        view.copy_(tensors[name])
-    return buffer[unit.segment.start : unit.segment.end].clone()
+def named(unit: Unit, whole: mf.DBuffer) -> dict[str, torch.Tensor]:
+    """Views of the tensors in a whole buffer."""
+    return {unit.names[i]: view for i, view in whole.tensor_views().items()}
 
 
-def tensors_of(unit: Unit, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of the whole tensors in a whole buffer."""
-    parts = [unit.layout.get_tensor_range(i) for i in range(len(unit.names))]
-    return {
-        name: buffer[part.start : part.end].view(shape)
-        for name, part, shape in zip(unit.names, parts, unit.layout.tensor_shapes, strict=True)
-    }
-
-
-def shards_of(unit: Unit, segment: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Views of this rank's part of each tensor that it holds: 1-D."""
-    shards: dict[int, torch.Tensor] = {}
-    for i in range(len(unit.names)):
-        met = mf.intersect_ranges(unit.layout.get_tensor_range(i), unit.segment)
-        if met.numel:
-            shards[i] = segment[met.start - unit.segment.start : met.end - unit.segment.start]
-    return shards
-
-
-def join(unit: Unit, shards: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A new segment that holds `shards`: the inverse of `shards_of`."""
-    segment = torch.zeros_like(like)
-    for i, view in shards_of(unit, segment).items():
-        view.copy_(shards[i])
-    return segment
-
-
-# All communication but gather and scatter: plain torch.distributed.
-
-
-def allgather(unit: Unit, segment: torch.Tensor) -> torch.Tensor:
-    """The whole buffer, from the segments of all ranks."""
-    sizes = [unit.layout.rank_size(k) for k in range(unit.layout.dp_size)]
-    if len(sizes) == 1:
-        return segment
-    buffer = segment.new_empty(unit.layout.size)
-    dist.all_to_all_single(buffer, segment.repeat(len(sizes)), sizes, [segment.numel()] * len(sizes))
+def join(parts: Mapping[int, torch.Tensor], like: mf.DBuffer) -> mf.DBuffer:
+    """A new buffer that holds this rank's `parts`: the inverse of `DBuffer.tensor_views`."""
+    buffer = mf.DBuffer(like.spec, torch.zeros_like(like.local_buffer))
+    for i, view in buffer.tensor_views().items():
+        view.copy_(parts[i].view_as(view))
     return buffer
-
-
-def reduce_scatter_mean(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-    """This rank's segment of the mean of all ranks' buffers, added in rank order."""
-    sizes = [unit.layout.rank_size(k) for k in range(unit.layout.dp_size)]
-    if len(sizes) == 1:
-        return buffer
-    numel = unit.segment.numel
-    parts = buffer.new_empty(len(sizes) * numel)
-    dist.all_to_all_single(parts, buffer, [numel] * len(sizes), sizes)
-    total, *rest = parts.view(len(sizes), numel).unbind()
-    for part in rest:
-        total = total + part
-    return total / len(sizes)
-
-
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """The mean of a 0-D tensor over all ranks."""
-    if not dist.is_initialized():
-        return value
-    total = value.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 # Training
 
 
-def make_step(units: dict[str, Unit], config: gpt.Config) -> Callable[[State, torch.Tensor], tuple[State, Metrics]]:
-    """The training step ``(state, tokens) -> (state, metrics)``: pure but for communication; all ranks call it."""
+Step = Callable[[State, torch.Tensor], tuple[State, Metrics]]
 
-    def loss_of(buffers: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-        return gpt.loss({name: tensors_of(unit, buffers[name]) for name, unit in units.items()}, tokens, config)
+
+def make_step(units: dict[str, Unit], config: gpt.Config, mesh: Any) -> Step:
+    """The training step ``(state, tokens) -> (state, metrics)``: pure but for communication; all ranks call it."""
+    one_number = mf.BufferSpec(mesh, [mf.Partial("avg")], mf.build_for_row_atomic([(1,)], 1))
+
+    def loss_of(whole: dict[str, mf.DBuffer], tokens: torch.Tensor) -> torch.Tensor:
+        return gpt.loss({name: named(unit, whole[name]) for name, unit in units.items()}, tokens, config)
 
     def step(state: State, tokens: torch.Tensor) -> tuple[State, Metrics]:
-        whole = {name: allgather(unit, state.buffers[name]) for name, unit in units.items()}
+        whole = {name: buffer.allgather(0) for name, buffer in state.buffers.items()}
         gradients, loss = torch.func.grad_and_value(loss_of)(whole, tokens)
-        buffers: dict[str, torch.Tensor] = {}
+        buffers: dict[str, mf.DBuffer] = {}
         optimizers: dict[str, Any] = {}
         for name, unit in units.items():
-            params = shards_of(unit, state.buffers[name])
-            grads = shards_of(unit, reduce_scatter_mean(unit, gradients[name]))
+            # The objective is the mean over ranks of their losses. Added in rank order, as the reference does.
+            average = gradients[name].view([mf.Partial("avg")])
+            grads = average.reduce_scatter(0, mf.RowAtomic(), deterministic=True).tensor_views()
+            params = state.buffers[name].tensor_views()
             updates, optimizers[name] = unit.optimizer.update(grads, state.optimizers[name], params)
-            buffers[name] = join(unit, optim.apply_updates(params, updates), state.buffers[name])
-        return State(buffers, optimizers), Metrics(mean_over_ranks(loss))
+            buffers[name] = join(optim.apply_updates(params, updates), state.buffers[name])
+        mean = mf.DBuffer(one_number, loss.reshape(1)).allreduce(0).local_buffer
+        return State(buffers, optimizers), Metrics(mean[0])
 
     return step
+
+
+def compiled(step: Step, backend: str = "inductor") -> Step:
+    """The step as one compiled region, which refuses to break, to fall back to eager code, or to compile again."""
+    region = torch.compile(step, fullgraph=True, backend=backend)
+    stats = torch._dynamo.utils.counters["stats"]
+    before, calls = stats["unique_graphs"], 0
+
+    def call(state: State, tokens: torch.Tensor) -> tuple[State, Metrics]:
+        nonlocal calls
+        with torch._dynamo.config.patch(suppress_errors=False, error_on_recompile=calls > 0):
+            results = region(state, tokens)
+        calls += 1
+        if stats["unique_graphs"] - before != 1:
+            raise RuntimeError(f"the step must be one compiled graph, there are {stats['unique_graphs'] - before}")
+        return results
+
+    return call
 
 
 def moved_elements(units: dict[str, Unit]) -> tuple[int, int]:
@@ -226,9 +196,18 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
     def batch(step: int, rank: int) -> torch.Tensor:
         return batch_at(text, step, rank, size=args.batch, context=args.context, seed=args.seed).to(device)
 
-    step = make_step(units, config)
-    buffers = {name: flatten(unit, params[name]) for name, unit in units.items()}
-    state = State(buffers, {name: unit.optimizer.init(shards_of(unit, buffers[name])) for name, unit in units.items()})
+    step = make_step(units, config, mesh)
+    buffers = {
+        name: mf.DBuffer.distribute_tensors(list(params[name].values()), mesh, [mf.RowAtomic()], unit.layout)
+        for name, unit in units.items()
+    }
+    state = State(buffers, {name: unit.optimizer.init(buffers[name].tensor_views()) for name, unit in units.items()})
+    if args.compile:
+        step = compiled(step)
+        start = time.perf_counter()
+        step(state, batch(0, rank))  # pure: its results may be dropped
+        if not rank:
+            print(f"compiled in {time.perf_counter() - start:.1f} s: one graph per rank, without breaks")
     losses: list[float] = []
     with progress(args, "train", rank) as bar:
         for number in range(args.steps):
@@ -236,7 +215,7 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
             losses.append(float(metrics.loss))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-    trained = {name: tensors_of(unit, allgather(unit, state.buffers[name])) for name, unit in units.items()}
+    trained = {name: named(unit, state.buffers[name].allgather(0)) for name, unit in units.items()}
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank:
@@ -298,7 +277,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--data", type=Path, help="a text file or a folder of them; default: Python's own sources")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the loss ({', '.join(PLOT_SUFFIXES)})")
     parser.add_argument("--seed", type=int, default=0, help="of the first parameters and the batches")
-    parser.add_argument("--layout", choices=["padded", "unpadded"], default="padded", help="of rows")
+    parser.add_argument("--layout", choices=[each.value for each in mf.ShardLayout], default="padded", help="of rows")
+    parser.add_argument("--compile", action="store_true", help="the whole step as one compiled region")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of all numbers")
     parser.add_argument("--batch", type=positive, default=8, help="windows of text per rank and step")
     parser.add_argument("--context", type=positive, default=128, help="bytes that the model sees")

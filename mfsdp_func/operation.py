@@ -8,7 +8,7 @@ import torch
 
 from mfsdp_func.move_operator import remembered
 from mfsdp_func.movement import LinearMap, Options, in_flight, move, teller_of
-from mfsdp_func.tokens import After, AnyStream, Pending, Token, as_tokens
+from mfsdp_func.tokens import After, AnyStream, Pending, Token, as_tokens, mark_used
 from mfsdp_func.transport import carrier_of
 from mfsdp_func.transport.agreement import checking, report_fault
 
@@ -134,7 +134,7 @@ def _run_on_cuda(
         if chosen == current:
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
-            tensor.record_stream(chosen)
+            mark_used(tensor, chosen)
         event = torch.cuda.Event()
         event.record(chosen)  # pyright: ignore[reportArgumentType]
     work = Pending(linear.label, _nothing, (), (*outputs, link), event)

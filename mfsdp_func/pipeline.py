@@ -35,7 +35,8 @@ def pipeline(
         sources: for each group, what `gather` takes. An iterator is read only as far as gathers are started. Tensors
             may not be changed until the call returns (CUDA: until the token is waited for).
         owner_layouts: one per group.
-        depth: groups gathered ahead, and scattered behind; with 0, one group after the other.
+        depth: groups gathered ahead, and scattered behind; with 0, one group after the other. Where owners are balanced
+            over all groups together, a rank may own nothing of some groups in a row, and more depth keeps it busy.
         include_own: see `scatter`.
         dtype: see `gather`.
         device: see `gather`.

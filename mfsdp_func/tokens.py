@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
 
 AnyStream: TypeAlias = torch.Stream | torch.cuda.Stream
+
+
+def mark_used(tensor: torch.Tensor, stream: AnyStream) -> None:
+    """Tell the CUDA allocator that a stream uses a tensor; inside `torch.func` transforms too."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    tensor.record_stream(stream)
 
 
 class Pending:
@@ -55,10 +63,10 @@ class Pending:
             waiting = stream or torch.cuda.current_stream(self._outputs[0].device if self._outputs else None)
             waiting.wait_event(self._event)
             for output in self._outputs:
-                output.record_stream(waiting)
+                mark_used(output, waiting)
             # Queued on `waiting` from here on: the allocator, told by record_stream, now guards the inputs too.
             for tensor in self._keep:
-                tensor.record_stream(waiting)
+                mark_used(tensor, waiting)
         else:
             self._keep = self._outputs = ()
 

@@ -70,6 +70,15 @@ def test_training_on_own_text_and_unequal_segments(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_the_compiled_step_trains_alike() -> None:
+    """Balanced segments, in which padding stands only at the ends."""
+    options = ["--compile", "--layout", "balanced", "--dtype", "float64", *SMALL, "--layers", "1"]
+    finished = torchrun(2, "train_gpt.py", "--steps", "30", *options, timeout=400)
+    check_report(finished, 1e-10)
+    assert re.search(r"compiled in \S+ s: one graph per rank, without breaks", finished.stdout)
+
+
+@pytest.mark.distributed
 def test_a_wrong_path_ends_all_ranks_with_a_message() -> None:
     finished = torchrun(2, "train_gpt.py", "--data", "/does/not/exist", timeout=90)
     assert finished.returncode != 0
@@ -123,6 +132,22 @@ def test_refusals(
     assert "matplotlib is missing; install what the examples need: pip install '.[examples]'" in refused(
         "--plot", str(tmp_path / "loss.png")
     )
+
+
+def test_a_compiled_step_never_falls_back(train_gpt: ModuleType) -> None:
+    def fine(state: torch.Tensor, tokens: torch.Tensor) -> tuple:
+        return state + 1, tokens.sum()
+
+    def breaks(state: torch.Tensor, tokens: torch.Tensor) -> tuple:
+        return state + float(tokens.sum()), breakpoint()
+
+    call = train_gpt.compiled(fine, "eager")
+    for _ in range(3):
+        call(torch.ones(2), torch.ones(3))
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        call(torch.ones(2), torch.ones(4))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        train_gpt.compiled(breaks, "eager")(torch.ones(2), torch.ones(3))
 
 
 def test_text_is_deterministic(train_gpt: ModuleType, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def run_watched(
         kept = watch.alive()
     if kept:
         raise Escape(
-            f"unit {label!r} keeps a differentiable tensor of shape {kept[0]} beyond its forward pass ({len(kept)} in"
-            f" all), in a cache, a hook or an attribute. {_REMEDY} Switch that off (use_cache=False), detach the tensor,"
+            f"unit {label!r} keeps a differentiable tensor of shape {kept[-1]} beyond its forward pass, in a"
+            f" cache, a hook or an attribute. {_REMEDY} Switch that off (use_cache=False), detach the tensor,"
             " return it from the unit, or name smaller units: fully_shard(units=...)"
         )
     return results

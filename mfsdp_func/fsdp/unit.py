@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
+from mfsdp_func.fsdp.compiled import unit_boundary
 from mfsdp_func.fsdp.draws import Recorded, Refused, Replayed
 from mfsdp_func.fsdp.escape import changed_in_place, run_watched
 from mfsdp_func.fsdp.replay import Ambient, is_traced
@@ -66,6 +68,8 @@ class UnitCall:
     """Number of tensor outputs, likewise."""
     draws: int = 0
     """Number of random tensors that follow the outputs, likewise: in compiled code, which has no random state."""
+    drawn: Sequence[str] = ()
+    """The operators that drew them."""
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
@@ -105,18 +109,20 @@ class UnitCall:
             self.cache.start(self.following, parts.following)
         self.ambient = Ambient.current(tensors)
         versions = [tensor._version for tensor in parts.inputs]
-        draws: list[torch.Tensor] = []
-        if is_traced(tensors):
+        traced, draws = is_traced(tensors), list[torch.Tensor]()
+        if self.watched and _functorch.peek_interpreter_stack() is None and get_proxy_mode() is None:
+            outputs = run_watched(self.label, self.run, full, parts.inputs)
+        elif not traced:
+            outputs = self.run(full, list(parts.inputs))
+        if traced:
             with Recorded() as recorded:
                 outputs, _ = self._vjp(full, parts.inputs)  # as in the backward pass, so that operators are the same
-            draws = recorded.draws
-        elif self.watched and _functorch.peek_interpreter_stack() is None:
-            outputs = run_watched(self.label, self.run, full, parts.inputs)
-        else:
-            outputs = self.run(full, list(parts.inputs))
+            draws, self.drawn = recorded.draws, recorded.operators
         if versions != [tensor._version for tensor in parts.inputs]:
             raise changed_in_place(self.label)
         self.outputs, self.draws = len(outputs), len(draws)
+        if traced:
+            return (*unit_boundary(outputs), *draws)
         # An output may be an input, or a view of a parameter: Functions return new tensors.
         return (*(output.clone() if _aliases(output, tensors) else output for output in outputs), *draws)
 
@@ -153,7 +159,6 @@ class UnitCall:
         cotangents, draws = tensors[self._count(tensors) :][: self.outputs], tensors[len(tensors) - self.draws :]
         parts = self.split(tensors[: self._count(tensors)])
         full = gather(parts)
-
         with self._again(draws):
             _, pull = self._vjp(full, parts.inputs)
         d_params, d_inputs = pull(tuple(cotangents))
@@ -172,7 +177,7 @@ class UnitCall:
     @contextmanager
     def _again(self, draws: Sequence[torch.Tensor]) -> Generator[None, None, None]:
         """Run as the forward pass ran."""
-        with self.ambient.restored() if self.ambient else nullcontext(), Replayed(draws) if draws else nullcontext():
+        with self.ambient.restored() if self.ambient else nullcontext(), Replayed(draws, self.drawn) if draws else nullcontext():
             yield
 
     def _vjp(self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> tuple[Tensors, Callable[..., Any]]:
@@ -242,7 +247,8 @@ class _Backward(torch.autograd.Function):
             parts = call.split(tensors[: call._count(tensors)])
             call.cache.start(call.bound, parts.sources)
             call.cache.start(call.preceding, parts.preceding)
-        return call.differentiate(tensors, call.gather)
+        gradients = call.differentiate(tensors, call.gather)
+        return unit_boundary(gradients) if is_traced(tensors) else gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

@@ -4,13 +4,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mfsdp_func.mesh import Mesh, group_names
+from mfsdp_func.transport.carrier import SIMULATED
 
 
 def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     """The process groups along each axis through this rank.
 
-    None where the mesh came from no `DeviceMesh`, or where its groups were destroyed with their world since.
+    None where the mesh came from no `DeviceMesh`, where its groups were destroyed with their world since, and inside
+    `simulate`.
     """
+    if SIMULATED.get() is not None:
+        return ()
     groups: list[dist.ProcessGroup] = []
     for axis, name in enumerate(group_names(mesh)):
         try:

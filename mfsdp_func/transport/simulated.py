@@ -112,8 +112,8 @@ class _Posted:
 
     call: Call
     payloads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    copied: "torch.cuda.Event | None" = None
-    """On CUDA, when the copies are done: ranks may work on different streams."""
+    copied: Any = None
+    """On CUDA, the event after which the copies are done: ranks may work on different streams."""
 
 
 class _World:

@@ -230,6 +230,23 @@ def test_gradients(how: str) -> None:
     assert_full(leaf.grad, 6)
 
 
+@pytest.mark.parametrize("how", ["default", "async_op", "stream"])
+def test_func_transforms(how: str) -> None:
+    side = torch.cuda.Stream()
+    keywords: dict[str, Any] = {"default": {}, "async_op": {"async_op": True}, "stream": {"stream": side}}[how]
+
+    def cubes(source: torch.Tensor) -> torch.Tensor:
+        gathered, token = mf.gather({0: source}, owner_layout=alone(), **keywords)
+        token.wait()
+        return (gathered[0] ** 3).sum()
+
+    batch = torch.stack([late(1), late(2)])
+    side.wait_stream(torch.cuda.current_stream())
+    gradients = torch.func.vmap(torch.func.grad(cubes))(batch)
+    assert_full(gradients[0], 3)
+    assert_full(gradients[1], 12)
+
+
 def test_a_token_in_flight_may_not_enter_a_compiled_region() -> None:
     owners = alone()
 
