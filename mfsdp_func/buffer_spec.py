@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from mfsdp_func.collective import Collective, Kind
@@ -133,11 +133,27 @@ def collective_of(spec: BufferSpec, kind: Kind, axis: int, average: bool, determ
     return Collective(kind, spec.mesh, axis, sizes, stored, average, deterministic, group)
 
 
+class Step(NamedTuple):
+    """A change of placements: what the buffer is after it, and how elements get there.
+
+    Attributes:
+        kind: the operation of the table.
+        target: the buffer after it.
+        collective: the communication; None for "view".
+        part: for "view", the elements of the local buffer that are kept.
+    """
+
+    kind: Kind | Literal["view"]
+    target: BufferSpec
+    collective: Collective | None
+    part: Range
+
+
 @lru_cache(maxsize=4096)
 def collective_step(
     spec: BufferSpec, kind: Kind, axis: str | int, placement: Placement | None, deterministic: bool
-) -> tuple[Collective, BufferSpec]:
-    """The collective of an operation of the table, and what the buffer is after it.
+) -> Step:
+    """One operation that communicates.
 
     Args:
         spec: the buffer before.
@@ -158,24 +174,22 @@ def collective_step(
             raise ValueError(
                 f"allgather: axis {index - 1} of {spec.placements} is sharded too and must be gathered first"
             )
-        return collective_of(spec, kind, index, False, deterministic), spec.replace(index, Replicate())
-    if not isinstance(before, Partial):
+    elif not isinstance(before, Partial):
         raise ValueError(
             f"{kind}: axis {spec.mesh.axis_names[index]!r} is {before!r}, expected a Partial;"
             ' a Replicate buffer can be viewed as Partial("avg")'
         )
-    if kind == "allreduce":
-        target = spec.replace(index, Replicate())
-        return collective_of(spec, kind, index, before == Partial("avg"), deterministic), target
-    if not isinstance(placement, Shard):
+    elif kind == "reduce_scatter" and not isinstance(placement, Shard):
         raise ValueError(f"reduce_scatter: the new placement must be a shard, got {placement!r}")
-    target = spec.replace(index, placement)
-    return collective_of(target, kind, index, before == Partial("avg"), deterministic), target
+    target = spec.replace(index, placement if kind == "reduce_scatter" and placement else Replicate())
+    cut = target if kind == "reduce_scatter" else spec
+    average = before == Partial("avg")
+    return Step(kind, target, collective_of(cut, kind, index, average, deterministic), Range(0, 0))
 
 
 @lru_cache(maxsize=4096)
-def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> tuple[BufferSpec, Range]:
-    """What the buffer is when viewed with other placements, and which elements of the local buffer that takes.
+def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> Step:
+    """A change of one axis without communication.
 
     Raises:
         ValueError: if anything but one axis changes from `Replicate` to a shard or ``Partial("avg")``.
@@ -183,7 +197,7 @@ def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> tuple[Buff
     """
     axis = changed_mesh_axis(spec.placements, placements)
     if axis is None:
-        return spec, Range(0, spec.local_numel)
+        return Step("view", spec, None, Range(0, spec.local_numel))
     before, after = spec.placements[axis], placements[axis]
     if not isinstance(before, Replicate) or (isinstance(after, Partial) and after.reduce_op != "avg"):
         remedy = (
@@ -196,8 +210,9 @@ def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> tuple[Buff
         )
     target = spec.replace(axis, after)
     if isinstance(after, Partial):
-        return target, Range(0, spec.local_numel)
-    return target, Range(target.local_range.start - spec.local_range.start, target.local_range.numel)
+        return Step("view", target, None, Range(0, spec.local_numel))
+    start = target.local_range.start - spec.local_range.start
+    return Step("view", target, None, Range(start, target.local_range.numel))
 
 
 def local_part(spec: BufferSpec, tensor_index: int) -> Range:
@@ -245,16 +260,18 @@ def held_tensors(spec: BufferSpec) -> tuple[int, ...]:
     return tuple(sorted(i for i, _ in spec.layout.tensors_in(spec.local_range)))
 
 
-def redistribution_steps(old: Sequence[Placement], new: Sequence[Placement]) -> list[tuple[str, int, Placement]]:
+def redistribution_steps(
+    old: Sequence[Placement], new: Sequence[Placement]
+) -> list[tuple[Kind | Literal["view"], int, Placement]]:
     """Operation, axis and placement of each step of `redistribute`, in an order in which each is legal.
 
     Raises:
         ValueError: if anything but itself should become ``Partial("sum")``.
     """
     now = list(old)
-    steps: list[tuple[str, int, Placement]] = []
+    steps: list[tuple[Kind | Literal["view"], int, Placement]] = []
 
-    def step(kind: str, axis: int, placement: Placement) -> None:
+    def step(kind: Kind | Literal["view"], axis: int, placement: Placement) -> None:
         steps.append((kind, axis, placement))
         now[axis] = placement
 
@@ -280,19 +297,22 @@ def redistribution_steps(old: Sequence[Placement], new: Sequence[Placement]) -> 
 
 @lru_cache(maxsize=4096)
 def redistribution(
-    spec: BufferSpec, placements: tuple[Placement, ...]
-) -> tuple[BufferSpec, tuple[tuple[Kind | Literal["view"], int, Placement, tuple[Placement, ...]], ...]]:
-    """What the buffer is in the end, and the steps there: operation, axis, its placement, and all of them after it.
+    spec: BufferSpec, placements: tuple[Placement, ...], deterministic: bool
+) -> tuple[BufferSpec, tuple[Step, ...]]:
+    """What the buffer is in the end, and the steps there.
 
     Raises:
         ValueError: see `BufferSpec` and `redistribution_steps`.
     """
-    target = BufferSpec(spec.mesh, placements, spec.layout)
-    now = list(spec.placements)
-    steps: list[tuple[str, int, Placement, tuple[Placement, ...]]] = []
+    target, now = BufferSpec(spec.mesh, placements, spec.layout), spec
+    steps: list[Step] = []
     for kind, axis, placement in redistribution_steps(spec.placements, placements):
-        now[axis] = placement
-        steps.append((kind, axis, placement, tuple(now)))
+        if kind == "view":
+            then = (*now.placements[:axis], placement, *now.placements[axis + 1 :])
+            steps.append(view_step(now, then))
+        else:
+            steps.append(collective_step(now, kind, axis, placement, deterministic))
+        now = steps[-1].target
     return target, tuple(steps)
 
 

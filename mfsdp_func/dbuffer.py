@@ -1,30 +1,30 @@
 """`DBuffer`: one flat buffer over a mesh as a value, and the pure operations that change its placements."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.buffer_spec import (
     BufferSpec,
+    Step,
     averages,
     collective_step,
     held_tensors,
-    local_part,
     local_numel,
+    local_part,
     local_view,
     redistribution,
     view_step,
 )
-from mfsdp_func.collective import Kind
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike
-from mfsdp_func.move_operator import remember
 from mfsdp_func.operation import check_tensors, faults_reported, joined_link, run, run_traced
 from mfsdp_func.placement import Partial, Placement
 from mfsdp_func.ranges import Range
+from mfsdp_func.spec_facts import fact_of, spec_of
 from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class DBuffer:
 
     def get_local_part(self, tensor_index: int) -> Range:
         """Which elements of a tensor this rank holds; empty where it holds none."""
-        return _fact(local_part, self.spec, tensor_index)
+        return fact_of(local_part, self.spec, tensor_index)
 
     def get_tensor_view(self, tensor_index: int) -> torch.Tensor:
         """This rank's part of a tensor, as a view: whole rows of shape ``(rows, *shape[1:])``, possibly zero of them.
@@ -161,12 +161,12 @@ class DBuffer:
         Raises:
             IndexError: if there is no such tensor.
         """
-        place, shape = _fact(local_view, self.spec, tensor_index)
+        place, shape = fact_of(local_view, self.spec, tensor_index)
         return self.local_buffer[place.start : place.start + place.numel].view(shape)
 
     def tensor_views(self) -> dict[int, torch.Tensor]:
         """The parts of all tensors of which this rank holds an element, by tensor index."""
-        return {i: self.get_tensor_view(i) for i in _fact(held_tensors, self.spec)}
+        return {i: self.get_tensor_view(i) for i in fact_of(held_tensors, self.spec)}
 
     def cast(self, dtype: torch.dtype) -> "DBuffer":
         """The buffer in another dtype; itself where it has that dtype.
@@ -208,14 +208,7 @@ class DBuffer:
             ValueError: on any other change; see `BufferSpec`.
             NotImplementedError: if more than one axis changes.
         """
-        target, part = _fact(view_step, self.spec, tuple(placements))
-        _check_dtype(target, self.dtype)
-        local, numel = self.local_buffer, _fact(local_numel, target)
-        if part.numel != local.shape[0]:
-            local = local[part.start : part.start + part.numel]
-        if numel != part.numel:
-            local = torch.nn.functional.pad(local, (0, numel - part.numel))
-        return DBuffer(target, local)
+        return _view(self, fact_of(view_step, self.spec, tuple(placements)))
 
 
 def allgather(
@@ -235,7 +228,8 @@ def allgather(
     Raises:
         ValueError: if the axis is not sharded, or another one must be gathered before it.
     """
-    return _collective("allgather", buffer, axis, None, deterministic, (after, stream, async_op))
+    step = fact_of(collective_step, buffer.spec, "allgather", axis, None, deterministic)
+    return _communicate(buffer, step, after, stream, async_op)
 
 
 def reduce_scatter(
@@ -257,7 +251,8 @@ def reduce_scatter(
         ValueError: if the axis is not `Partial`, or `placement` is no shard that may stand there; see `BufferSpec`.
         TypeError: on dtypes that cannot be added.
     """
-    return _collective("reduce_scatter", buffer, axis, placement, deterministic, (after, stream, async_op))
+    step = fact_of(collective_step, buffer.spec, "reduce_scatter", axis, placement, deterministic)
+    return _communicate(buffer, step, after, stream, async_op)
 
 
 def allreduce(
@@ -277,7 +272,8 @@ def allreduce(
         ValueError: if the axis is not `Partial`.
         TypeError: on dtypes that cannot be added.
     """
-    return _collective("allreduce", buffer, axis, None, deterministic, (after, stream, async_op))
+    step = fact_of(collective_step, buffer.spec, "allreduce", axis, None, deterministic)
+    return _communicate(buffer, step, after, stream, async_op)
 
 
 def redistribute(
@@ -296,18 +292,17 @@ def redistribute(
     Raises:
         ValueError: before any communication, on anything but itself -> ``Partial("sum")``.
     """
-    target, steps = _fact(redistribution, buffer.spec, tuple(placements))
-    _check_dtype(target, buffer.dtype)
+    target, steps = fact_of(redistribution, buffer.spec, tuple(placements), deterministic)
+    _check_dtype(spec_of(target), buffer.dtype)
     tokens = as_tokens(after)
     link = joined_link(tokens)
     token = Token(torch.zeros((), device=buffer.local_buffer.device) if link is None else link, dtype=buffer.dtype)
-    for n, (kind, axis, placement, placements_then) in enumerate(steps):
-        if kind == "view":
+    for n, step in enumerate(steps):
+        if step[0] == "view":
             _wait(tokens)
-            buffer = buffer.view(placements_then)
+            buffer = _view(buffer, step)
         else:
-            how = (tokens, stream, async_op and n == len(steps) - 1)
-            buffer, token = _collective(kind, buffer, axis, placement, deterministic, how)
+            buffer, token = _communicate(buffer, step, tokens, stream, async_op and n == len(steps) - 1)
             tokens = (token,)
     if not steps:
         _wait(tokens)
@@ -324,66 +319,46 @@ _NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _check_dtype(spec: BufferSpec, dtype: torch.dtype) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex) and _fact(averages, spec):
+    if not (dtype.is_floating_point or dtype.is_complex) and fact_of(averages, spec):
         raise TypeError(f'{dtype} buffers cannot be averaged: one axis is Partial("avg"); use Partial("sum")')
 
 
-def _collective(
-    kind: Kind,
-    buffer: DBuffer,
-    axis: str | int,
-    placement: Placement | None,
-    deterministic: bool,
-    how: tuple[After, AnyStream | None, bool],
+def _view(buffer: DBuffer, step: Step) -> DBuffer:
+    _, target, _, part = step
+    spec, local = spec_of(target), buffer.local_buffer
+    _check_dtype(spec, local.dtype)
+    if part.numel != local.shape[0]:
+        local = local[part.start : part.start + part.numel]
+    numel = fact_of(local_numel, spec)
+    if numel != part.numel:
+        local = torch.nn.functional.pad(local, (0, numel - part.numel))
+    return DBuffer(spec, local)
+
+
+def _communicate(
+    buffer: DBuffer, step: Step, after: After, stream: AnyStream | None, async_op: bool
 ) -> tuple[DBuffer, Token]:
-    step = (buffer.spec, kind, axis, placement, deterministic)
-    collective, target = _fact(collective_step, *step)
+    kind, target = step[:2]
+    collective: Any = step[2]  # where this is traced, its key
     dtype, local = buffer.dtype, buffer.local_buffer
     if kind != "allgather" and (dtype in _NOT_ADDED or (dtype.is_floating_point and dtype.itemsize == 1)):
         raise TypeError(f"{kind}: {dtype} cannot be added; cast the buffer first")
     if torch.compiler.is_compiling():
-        (output,), token = run_traced(_fact(_remembered_step, *step), ("local_buffer",), [local], (None, None), how[0])
-        return DBuffer(target, output), token
+        (output,), token = run_traced(collective, ("local_buffer",), [local], (None, None), after)
+        return DBuffer(spec_of(target), output), token
     with faults_reported(collective):
-        tokens = as_tokens(how[0])
+        tokens = as_tokens(after)
         options = check_tensors(collective, ("local_buffer",), (local,), None, None, tokens)
-    (output,), token = run(collective, options, (local,), tokens, how[1], how[2])
+    (output,), token = run(collective, options, (local,), tokens, stream, async_op)
     return DBuffer(target, output), token
-
-
-def _remembered_step(spec: BufferSpec, *step: Any) -> str:
-    return remember(collective_step(spec, *step)[0])
-
-
-# Facts about a spec: inside a compiled region constants, found by the key on which alone the compiled code guards.
-
-Fact = TypeVar("Fact")
-Args = ParamSpec("Args")
-
-_FACTS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        *(averages, collective_step, held_tensors, local_numel, local_part, local_view, redistribution, view_step),
-        _remembered_step,
-    )
-}
-
-
-def _fact(
-    function: Callable[Concatenate[BufferSpec, Args], Fact], spec: BufferSpec, *args: Args.args, **kwargs: Args.kwargs
-) -> Fact:
-    if torch.compiler.is_compiling():
-        return _constant(function.__name__, spec.key, *args, **kwargs)
-    return function(spec, *args, **kwargs)
-
-
-@torch._dynamo.assume_constant_result
-def _constant(name: str, key: str, *args: object, **kwargs: object) -> Any:
-    return _FACTS[name](BufferSpec.from_key(key), *args, **kwargs)
 
 
 def _flatten(buffer: DBuffer) -> tuple[list[torch.Tensor], BufferSpec]:
     return [buffer.local_buffer], buffer.spec
+
+
+def _flatten_with_keys(buffer: DBuffer) -> tuple[list[tuple[Any, torch.Tensor]], BufferSpec]:
+    return [(pytree.GetAttrKey("local_buffer"), buffer.local_buffer)], buffer.spec
 
 
 def _unflatten(children: Sequence[torch.Tensor], spec: BufferSpec) -> DBuffer:
@@ -397,4 +372,5 @@ pytree.register_pytree_node(
     _flatten,  # pyright: ignore[reportArgumentType]
     _unflatten,  # pyright: ignore[reportArgumentType]
     serialized_type_name="mfsdp_func.DBuffer",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

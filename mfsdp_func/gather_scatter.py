@@ -124,7 +124,9 @@ def wiring_of(plan: Plan, owners: GroupOwnerLayout) -> Wiring:
         ]
     view = plan.local
     return Wiring(
-        tuple(slot.tensor for slot in view.inputs), tuple((slot.tensor, slot.shape) for slot in view.outputs), tuple(empty)
+        tuple(slot.tensor for slot in view.inputs),
+        tuple((slot.tensor, slot.shape) for slot in view.outputs),
+        tuple(empty),
     )
 
 

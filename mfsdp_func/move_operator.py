@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def _fake(
     linear = remembered(key)
     if dtype is None and linear.output_numels:
         raise TypeError(
-            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing; pass"
-            " dtype=, or the token of the operation before with after="
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing;"
+            " pass dtype=, or the token of the operation before with after="
         )
     outputs = [link.new_empty((numel, *link.shape), dtype=dtype) for numel in linear.output_numels]
     return [torch.empty_like(link), *outputs]
@@ -66,7 +67,7 @@ def _fake(
 
 torch.library.register_fake("mfsdp_func::move", _fake, lib=LIBRARY)
 _register_effectful_op("mfsdp_func::move", _EffectType.ORDERED)
-torch.fx.node.has_side_effect(torch.ops.mfsdp_func.move.default)
+has_side_effect(torch.ops.mfsdp_func.move.default)
 
 
 def call_operator(

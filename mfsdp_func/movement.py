@@ -224,9 +224,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(link: torch.Tensor, linear: LinearMap, options: Options, *inputs: torch.Tensor) -> tuple[Any, ...]:
         if _is_traced(link):
-            return tuple(
-                call_operator(linear, inputs, link, options.dtype, options.forward, options.differentiated)
-            )
+            return tuple(call_operator(linear, inputs, link, options.dtype, options.forward, options.differentiated))
         return (torch.zeros_like(link), *launch(linear, options, link.shape, inputs))
 
     @staticmethod

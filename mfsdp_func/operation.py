@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch.fx.node import has_side_effect
 
 from mfsdp_func.move_operator import remembered
 from mfsdp_func.movement import LinearMap, Options, in_flight, move, teller_of
@@ -65,7 +66,9 @@ def check_tensors(
     if first is None:
         return _options_without_tensor(linear, dtype, device, tokens)
     if dtype not in (None, first.dtype):
-        raise TypeError(f"{linear.label}: dtype={dtype} was asserted, but tensor {names[0]} is {first.dtype}; convert it")
+        raise TypeError(
+            f"{linear.label}: dtype={dtype} was asserted, but tensor {names[0]} is {first.dtype}; convert it"
+        )
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
         raise ValueError(f"{linear.label}: device={device} was asserted, but tensor {names[0]} is on {first.device}")
     return Options(first.dtype, first.device)
@@ -103,7 +106,9 @@ def run(
     if options.device.type == "cuda":
         return _run_on_cuda(linear, options, inputs, tokens, stream, async_op)
     if stream is not None:
-        raise ValueError(f"{linear.label}: stream= is for CUDA tensors, these are on {options.device}; use async_op=True")
+        raise ValueError(
+            f"{linear.label}: stream= is for CUDA tensors, these are on {options.device}; use async_op=True"
+        )
     for token in tokens:
         token.wait()
     if not async_op:
@@ -196,17 +201,18 @@ def _in_graph(
         options = check_tensors(linear, names, tensors, dtype, where, ())
     elif hint is None and linear.output_numels:
         raise TypeError(
-            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing; pass"
-            " dtype=, or the token of the operation before with after="
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing;"
+            " pass dtype=, or the token of the operation before with after="
         )
     else:
-        options = Options(hint, where or (link.device if link is not None else carrier_of(linear.mesh).device(linear.mesh)))
+        default = carrier_of(linear.mesh).device(linear.mesh) if link is None else link.device
+        options = Options(hint, where or default)
     link, outputs = move(linear, options, link, [tensor.reshape(-1) for tensor in tensors])
     return (link, *outputs)
 
 
 # Dynamo would drop a call whose results nobody reads.
-torch.fx.node.has_side_effect(_in_graph)
+has_side_effect(_in_graph)
 
 
 def joined_link(tokens: Sequence[Token]) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,6 +137,10 @@ def _flatten(token: Token) -> tuple[list[torch.Tensor], object]:
     return [token.link], (token.pending, token.dtype)
 
 
+def _flatten_with_keys(token: Token) -> tuple[list[tuple[Any, torch.Tensor]], object]:
+    return [(pytree.GetAttrKey("link"), token.link)], (token.pending, token.dtype)
+
+
 def _unflatten(children: Iterable[torch.Tensor], context: tuple[tuple[Pending, ...], torch.dtype | None]) -> Token:
     (link,) = children
     return Token(link, *context)
@@ -147,4 +151,5 @@ pytree.register_pytree_node(
     _flatten,  # pyright: ignore[reportArgumentType]
     _unflatten,  # pyright: ignore[reportArgumentType]
     serialized_type_name="mfsdp_func.Token",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -21,7 +21,7 @@ LAYERS = (
     ),
     ("plans", ("plan",)),
     ("effects", ("tokens", "movement", "move_operator", "transport")),
-    ("operations", ("operation", "gather_scatter", "dbuffer", "dtensor", "norm", "pipeline")),
+    ("operations", ("operation", "spec_facts", "gather_scatter", "dbuffer", "dtensor", "norm", "pipeline")),
     ("training", ("fsdp", "optim", "checkpoint")),
     ("edges", ("inplace", "report", "testing", "__main__", "__init__")),
 )

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer
@@ -90,6 +91,7 @@ def fully_shard(
         prefetch=chosen.prefetch,
         cast_inputs=chosen.cast_forward_inputs,
         output_dtype=chosen.output_dtype,
+        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
     )
     return apply, {key: buffer for key, buffer in params.items() if key not in frozen}
 

@@ -3,36 +3,22 @@
 import functools
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.dbuffer import DBuffer
-from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
+from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
 from mfsdp_func.fsdp.grouping import Group, Unit
-from mfsdp_func.fsdp.replay import Modes, buffers_put_back, swapped, tensor_leaves
-from mfsdp_func.fsdp.unit import UnitCall, call_unit
-
-Params: TypeAlias = Mapping[str, DBuffer]
-
-
-@dataclass
-class _Run:
-    """One call of `apply`: the buffers it works on, and what it has seen and gathered so far."""
-
-    params: Params
-    accumulator: Params | None
-    watched: bool
-    sequence: list[int] = field(default_factory=list)
-    resting: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-
+from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
+from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
 
 class ShardedModule:
     """A module as a pure function of its sharded parameters: ``apply(sharded_params, *args, **kwargs)``.
@@ -47,6 +33,7 @@ class ShardedModule:
         units: which modules gather their parameters while they run.
         groups: which parameters share a buffer.
         bound: how each group lies on the mesh, by its key.
+        places: every name of a parameter (tied ones have several) -> its group and its index there.
         frozen_params: buffers of parameters that are not trained; constants of `apply`.
     """
 
@@ -61,9 +48,16 @@ class ShardedModule:
         prefetch: bool,
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
+        device_mesh: DeviceMesh | None,
     ) -> None:
         self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
         self.bound = dict(bound)
+        self.places = {
+            f"{unit.name}.{path}".lstrip("."): (entry.group, entry.index)
+            for unit in self.units
+            for path, entry in unit.names
+        }
+        self._device_mesh = device_mesh
         self._skeleton = skeleton
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None
@@ -72,7 +66,7 @@ class ShardedModule:
         self._key = uuid.uuid4().hex
         self._buffer_places = [(sub._buffers, leaf) for sub in skeleton.modules() for leaf in sub._buffers]
         register(self._key, self)
-        self._current: ContextVar[_Run | None] = ContextVar("mfsdp_func_apply", default=None)
+        self._current: ContextVar[Pass | None] = ContextVar("mfsdp_func_apply", default=None)
         for n, unit in enumerate(self.units):
             if not unit.held:
                 sub = skeleton.get_submodule(unit.name)
@@ -146,11 +140,45 @@ class ShardedModule:
         self._check(sharded_params, "sharded_params")
         both = {**sharded_params, **self.frozen_params}
         full = {k: b.params(both[k].redistribute(b.whole.placements)) for k, b in self.bound.items()}
-        return {
-            f"{unit.name}.{path}".lstrip("."): full[entry.group][entry.index]
-            for unit in self.units
-            for path, entry in unit.names
+        return {name: full[key][i] for name, (key, i) in self.places.items()}
+
+    def to_dtensors(self, sharded_params: Params) -> dict[str, DTensor]:
+        """All parameters as DTensors, by every name: `Shard(0)` where buffers are sharded, else `Replicate`.
+
+        They lie on the DeviceMesh that was given to `fully_shard`, with the logical shapes of the parameters: what the
+        state dict of an FSDP2 model holds. Every rank calls; elements move only where DTensor's chunks are cut
+        otherwise.
+
+        Raises:
+            NotImplementedError: where DTensor has no such order of shards; see `DBuffer.get_dtensor`.
+            RuntimeError: on a mesh without process groups.
+        """
+        self._check(sharded_params, "sharded_params")
+        both = {**sharded_params, **self.frozen_params}
+        found = {key: group_to_dtensors(bound, both[key], self._device_mesh) for key, bound in self.bound.items()}
+        return {name: found[key][i] for name, (key, i) in self.places.items()}
+
+    def from_dtensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, DBuffer]:
+        """The inverse of `to_dtensors`: sharded parameters from DTensors on the same mesh.
+
+        Args:
+            tensors: every parameter, by any of its names; ``dict(model.named_parameters())`` of an FSDP2 model.
+
+        Raises:
+            ValueError: on names that are unknown or missing, or other shapes, meshes or placements.
+            TypeError: on another dtype, or what is no DTensor.
+
+        Effects: every rank calls; communicates like `to_dtensors`. Values of frozen parameters are put into
+        `frozen_params`.
+        """
+        given = by_group(self.places, tensors, self.bound)
+        names = {place: name for name, place in reversed(self.places.items())}
+        made = {
+            key: group_from_dtensors(bound, [names[key, i] for i in range(len(bound.shapes))], given[key])
+            for key, bound in self.bound.items()
         }
+        self.frozen_params |= {key: made[key] for key in self.frozen_params}
+        return {key: buffer for key, buffer in made.items() if key not in self.frozen_params}
 
     def _check(self, given: Params, what: str, *, accumulates: bool = False) -> None:
         expected = {key: bound for key, bound in self.bound.items() if bound.trainable}
@@ -210,18 +238,28 @@ class ShardedModule:
         if accumulator is not None:
             self._check(accumulator, "accumulator", accumulates=True)
         kind = self._kind(args, kwargs)
-        run = _Run(params, accumulator, kind not in self._watched)
+        run = Pass(
+            self._skeleton,
+            self.units,
+            self.bound,
+            {**params, **self.frozen_params},
+            accumulator,
+            cache=self._cache,
+            cast_inputs=self._cast_inputs,
+            watched=kind not in self._watched,
+            order=self._order,
+        )
         if self._cache is not None:
             self._cache.drop()
         before = self._current.set(run)
         try:
-            with self._held(run):
+            with run.held():
                 result = self._skeleton(*args, **kwargs)
         finally:
             self._current.reset(before)
         self._order = tuple(run.sequence)
         self._watched.add(kind)
-        return result if self._output_dtype is None else pytree.tree_map(self._cast_output, result)
+        return result if self._output_dtype is None else cast_floats(result, self._output_dtype)
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Calls of one kind run through the same code, as far as can be seen here."""
@@ -231,117 +269,16 @@ class ShardedModule:
         state = [(sub.training, len(sub._forward_hooks), len(sub._forward_pre_hooks)) for sub in modules]
         return hash((str(spec), tuple(plain), tuple(state), torch.is_grad_enabled()))
 
-    def _cast_output(self, leaf: Any) -> Any:
-        return leaf.to(self._output_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    def run_unit(self, index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit's own forward as part of the pass that is going on.
 
-    @contextmanager
-    def _held(self, run: _Run) -> Generator[None, None, None]:
-        """Gather the parameters of held units for the whole pass."""
-        held: dict[str, torch.Tensor] = {}
-        for unit in self.units:
-            if unit.held:
-                held |= {f"{unit.name}.{path}".lstrip("."): p for path, p in self._kept_places(run, unit).items()}
-        with swapped(self._skeleton, held):
-            yield
-
-    def _kept_places(self, run: _Run, unit: Unit) -> dict[str, torch.Tensor]:
-        """A unit's full parameters by name, which stay gathered until the pass and its backward pass end."""
-        for key in unit.groups:
-            if key not in run.kept:
-                bound = self.bound[key]
-                full = Kept.apply(bound, self._shard(run, key), self._accumulator(run, key))
-                run.kept[key] = bound.params(DBuffer(bound.whole, full))
-        return {path: run.kept[entry.group][entry.index] for path, entry in unit.names}
-
-    def call_unit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any) -> Any:
-        """Run a unit's own forward with its parameters gathered."""
+        Raises:
+            RuntimeError: if there is none.
+        """
         run = self._current.get()
         if run is None:
             raise RuntimeError("this module belongs to fully_shard's apply; call apply(sharded_params, ...) instead")
-        unit = self.units[index]
-        module = self._skeleton.get_submodule(unit.name)
-        if self.bound[unit.groups[0]].rests_whole:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._cast(unit, tensor), (args, kwargs))
-            with swapped(module, self._kept_places(run, unit)):
-                return forward(*args, **kwargs)
-        inputs, rebuild = tensor_leaves((args, kwargs))
-        structure: list[Any] = []
-        modes: list[Modes] = []
-
-        def compute(params: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            by_group = dict(zip(unit.groups, params, strict=True))
-            places = {path: by_group[entry.group][entry.index] for path, entry in unit.names}
-            given = rebuild([self._cast(unit, tensor) for tensor in tensors])
-            again = bool(modes)
-            with swapped(module, places), (modes[0].restored() if again else nullcontext()):
-                with buffers_put_back(module) if again else nullcontext():
-                    outputs, put_back = tensor_leaves(forward(*given[0], **given[1]))
-            modes[:] = modes or [Modes(module)]
-            structure[:] = [put_back]
-            return outputs
-
-        outputs = self._run_unit(run, index, inputs, compute)
-        return structure[0](outputs)
-
-    def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-        if not (self._cast_inputs and tensor.is_floating_point()):
-            return tensor
-        bound = [self.bound[key] for key in unit.groups]
-        wanted = {b.param_dtype for b in bound if b.param_dtype.is_floating_point}
-        changed = any(b.param_dtype != b.main_dtype for b in bound)
-        return tensor.to(next(iter(wanted))) if changed and len(wanted) == 1 else tensor
-
-    def _run_unit(self, run: _Run, index: int, inputs: Sequence[torch.Tensor], compute: Any) -> Sequence[torch.Tensor]:
-        unit, place = self.units[index], len(run.sequence)
-        run.sequence.append(index)
-        bound = tuple(self.bound[key] for key in unit.groups)
-        shards = [self._shard(run, key) for key in unit.groups]
-        adds = run.accumulator is not None
-        accumulators = [self._accumulator_or_zeros(run, key) for key in unit.groups] if adds else []
-        apart = bound[0].rests_apart
-        sources = [self._source(run, key) for key in unit.groups] if apart else []
-        after, before = self._neighbours(place, index)
-        call = UnitCall(
-            unit.name,
-            compute,
-            bound,
-            accumulate=adds,
-            apart=apart,
-            following=tuple(self.bound[key] for key in after),
-            preceding=tuple(self.bound[key] for key in before),
-            cache=self._cache,
-            watched=run.watched,
-        )
-        neighbours = [self._source(run, key) for key in (*after, *before)]
-        return call_unit(call, [*shards, *accumulators, *sources, *neighbours, *inputs])
-
-    def _neighbours(self, place: int, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Groups of the units that ran after and before this one the last time; none where the order has changed."""
-        if self._cache is None or place >= len(self._order) or self._order[place] != index:
-            return (), ()
-        own = self.units[index].groups
-        after = self.units[self._order[place + 1]].groups if place + 1 < len(self._order) else ()
-        before = self.units[self._order[place - 1]].groups if place else ()
-        return tuple(k for k in after if k not in own), tuple(k for k in before if k not in own)
-
-    def _shard(self, run: _Run, key: str) -> torch.Tensor:
-        return (run.params[key] if key in run.params else self.frozen_params[key]).local_buffer
-
-    def _source(self, run: _Run, key: str) -> torch.Tensor:
-        """What a group is gathered from."""
-        shard = self._shard(run, key).detach()
-        if not self.bound[key].rests_apart:
-            return shard
-        if key not in run.resting:
-            run.resting[key] = self.bound[key].rest(shard)
-        return run.resting[key]
-
-    def _accumulator(self, run: _Run, key: str) -> torch.Tensor | None:
-        return run.accumulator[key].local_buffer if run.accumulator is not None and key in run.accumulator else None
-
-    def _accumulator_or_zeros(self, run: _Run, key: str) -> torch.Tensor:
-        given = self._accumulator(run, key)
-        return self._shard(run, key).new_zeros(self.bound[key].average.local_numel) if given is None else given
+        return run.run_unit(index, forward, args, kwargs)
 
 
 class _UnitForward:
@@ -352,4 +289,4 @@ class _UnitForward:
         self._owner, self._index, self._forward = owner, index, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._owner.call_unit(self._index, args, kwargs, self._forward)
+        return self._owner.run_unit(self._index, self._forward, args, kwargs)

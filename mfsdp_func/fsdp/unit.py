@@ -24,6 +24,8 @@ from mfsdp_func.fsdp.replay import Ambient, is_traced
 from mfsdp_func.movement import is_untransformed
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Compute: TypeAlias = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], list[torch.Tensor]]
+"""``outputs = compute(parameters of each group, tensor inputs)``"""
 
 
 class Parts(NamedTuple):
@@ -43,7 +45,7 @@ class UnitCall:
 
     Attributes:
         label: the unit's name.
-        run: computes ``outputs = run(params, inputs)`` from the parameters of all groups and the tensor inputs.
+        run: the computation; see `Compute`.
         bound: the groups.
         accumulate: whether gradients go, unreduced, to accumulators instead of shards.
         apart: whether parameters are gathered from other tensors than the shards of the main weights.
@@ -54,7 +56,7 @@ class UnitCall:
     """
 
     label: str
-    run: Callable[[list[list[torch.Tensor]], list[torch.Tensor]], list[torch.Tensor]]
+    run: Compute
     bound: tuple[Bound, ...]
     accumulate: bool
     apart: bool

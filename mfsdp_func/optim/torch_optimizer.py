@@ -285,8 +285,9 @@ def _by_key(given: GroupParams) -> dict[Hashable, torch.Tensor]:
         return {"local_buffer": given.local_buffer}
     if isinstance(given, Mapping):
         return dict(given)
-    listed: Any = [given] if isinstance(given, torch.Tensor) else list(given)
-    return dict(listed if listed and isinstance(listed[0], tuple) else enumerate(listed))
+    listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+    pairs: Any = listed if listed and isinstance(listed[0], tuple) else enumerate(listed)
+    return dict[Hashable, torch.Tensor](pairs)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,6 @@ def start_exchange(
     if element_nbytes:
         direct, packed = carrier.packing(call.mesh)
         sends, receives = group_messages(view, max(1, direct // element_nbytes), max(1, packed // element_nbytes))
-    if at_once:  # written after autograd has taken them over: `data` has a version counter of its own
-        outputs = [output.data for output in outputs]
     finish = carrier.exchange(call, _parcels(sends, inputs), _parcels(receives, outputs), at_once=at_once)
     _copy(view, inputs, outputs)  # while messages are under way
 

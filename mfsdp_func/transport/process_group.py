@@ -25,7 +25,7 @@ from mfsdp_func.transport.native import native_collective
 # (examples/benchmarks/thresholds.py).
 DIRECT_NBYTES = 64 * 1024
 # Buffers for packed messages in flight, all peers together: two stages, each way.
-PACKED_NBYTES = 4 * 1024 * 1024
+PACKED_NBYTES = 2 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -67,12 +67,18 @@ class ProcessGroups:
         if call.mesh.size() == 1:
             return _nothing
         group = _group(call.mesh)
-        if _carries(group, "cuda") and torch.cuda.is_available():
+        own = set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
+        if own and _carries(group, "cuda") and torch.cuda.is_available():
             self._warm_up(group)  # on all ranks, also on those that move nothing and know no device
         parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
         if parts and call.batch and not call.forward:
             _compare_batches(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, parts[0].device)
         if parts and parts[0].is_cuda:
+            if not own:
+                raise RuntimeError(
+                    f"{call.label}: on CUDA, {call.mesh} needs a process group of exactly its own ranks; use a DeviceMesh of"
+                    " one axis over them (DeviceMesh._flatten makes one of several axes)"
+                )
             _run_stages(_by_stage(outgoing, incoming), lambda sends, receives: _post_batch(group, sends, receives))
             return _nothing
         if call.dtype is None:

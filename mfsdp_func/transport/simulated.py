@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
@@ -197,6 +198,11 @@ class _World:
             raise _Aborted
         if ready():
             return
+        if is_fx_symbolic_tracing():  # a tracer is open to the whole process: other ranks would write into its graph
+            raise SimulationError(
+                f"rank {state.id} communicates ({waits()}) while make_fx traces real tensors; in a simulated mesh trace"
+                ' with make_fx(..., tracing_mode="fake")'
+            )
         state.process = ProcessState.current()
         state.ready, state.waits = ready, waits
         state.turn.clear()

@@ -1,0 +1,127 @@
+"""Parameters as DTensors, and DTensors as parameters: what an FSDP2 model holds, by at most one exchange per tensor."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from mfsdp_func.buffer_spec import BufferSpec
+from mfsdp_func.dbuffer import DBuffer
+from mfsdp_func.dtensor import chunk_plan, device_mesh_of, from_dtensor
+from mfsdp_func.fsdp.bound import Bound
+from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.mesh import Mesh
+from mfsdp_func.placement import Partial, shard_axes
+
+
+def group_to_dtensors(bound: Bound, buffer: DBuffer, device_mesh: DeviceMesh | None) -> list[DTensor]:
+    """The tensors of one group in their logical shapes, cut by DTensor's rule; 0-D ones replicated. Communicates."""
+    logical = DBuffer(BufferSpec(buffer.mesh, buffer.placements, _logical(bound)), buffer.local_buffer)
+    found: list[DTensor] = []
+    for i, shape in enumerate(bound.shapes):
+        tensor = logical.get_dtensor(i) if shape else _scalar_to_dtensor(logical, i)
+        if device_mesh is not None:
+            tensor = DTensor.from_local(
+                tensor.to_local(),
+                device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        found.append(tensor)
+    return found
+
+
+def group_from_dtensors(bound: Bound, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> DBuffer:
+    """The inverse. Communicates.
+
+    Raises:
+        TypeError: on something that is no DTensor, or of another dtype.
+        ValueError: on another shape, mesh or placement.
+    """
+    mesh, layout, axes = bound.spec.mesh, _logical(bound), shard_axes(bound.spec.placements)
+    for name, tensor, shape in zip(names, tensors, bound.shapes, strict=True):
+        _check(name, tensor, shape, bound)
+    local = torch.zeros(bound.spec.local_numel, dtype=bound.main_dtype, device=tensors[0].device)
+    buffer = DBuffer(BufferSpec(mesh, bound.spec.placements, layout), local)
+    for i, (tensor, shape) in enumerate(zip(tensors, bound.shapes, strict=True)):
+        given = tensor.detach()
+        if not shape:
+            part = given.to_local().reshape(1)[: buffer.get_local_part(i).numel]  # pyright: ignore[reportAttributeAccessIssue]
+        elif axes:
+            part = from_dtensor(given, chunk_plan(mesh, axes, layout, i).transpose)  # pyright: ignore[reportArgumentType]
+        else:
+            part = given.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        buffer.get_tensor_view(i).copy_(part.view_as(buffer.get_tensor_view(i)))
+    return DBuffer(bound.spec, local)
+
+
+def _logical(bound: Bound) -> GlobalLayout:
+    """The layout with the parameters' own shapes, which may have been laid out by a finer view."""
+    layout = bound.spec.layout
+    return GlobalLayout(
+        [shape or (1,) for shape in bound.shapes],
+        layout.tensor_to_offset,
+        layout.size,
+        layout.rank_to_offset,
+        stores_equal_segments=layout.stores_equal_segments,
+    )
+
+
+def _scalar_to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
+    """A tensor of one element, replicated: it is the sum of what the ranks of one copy of the buffer hold."""
+    mesh, axes = buffer.mesh, shard_axes(buffer.placements)
+    one = GlobalLayout([(1,)], [0], 1, [0])
+    part = buffer.get_tensor_view(tensor_index)
+    local = part.reshape(1) if part.numel() else part.new_zeros(1)
+    terms = [Partial("sum") if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    value = DBuffer.from_local(local, mesh, terms, one).redistribute([Replicate()] * mesh.ndim)
+    placements = [Replicate()] * mesh.ndim
+    return DTensor.from_local(
+        value.local_buffer.reshape(()), device_mesh_of(mesh, local.device), placements, run_check=False
+    )
+
+
+def _expected(mesh: Mesh, axes: Sequence[int], shape: torch.Size) -> tuple[Placement, ...]:
+    return tuple(Shard(0) if axis in axes and shape else Replicate() for axis in range(mesh.ndim))
+
+
+def _check(name: str, tensor: torch.Tensor, shape: torch.Size, bound: Bound) -> None:
+    where, mesh = f"from_dtensors: parameter {name!r}", bound.spec.mesh
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"{where} is a {type(tensor).__name__}, expected a DTensor; see distribute_tensor")
+    if tensor.shape != shape:
+        raise ValueError(f"{where} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    if tensor.dtype != bound.main_dtype:
+        raise TypeError(f"{where} is {tensor.dtype}, expected {bound.main_dtype}; convert it")
+    grid = tensor.device_mesh.mesh
+    if tuple(grid.shape) != mesh.shape or tuple(grid.flatten().tolist()) != mesh.ranks:
+        raise ValueError(f"{where} lies on {tensor.device_mesh}, expected the ranks of {mesh}")
+    expected = _expected(mesh, shard_axes(bound.spec.placements), shape)
+    if tensor.placements != expected:
+        raise ValueError(f"{where} is placed as {tensor.placements}, expected {expected}; call its redistribute first")
+
+
+def by_group(
+    names_of: Mapping[str, tuple[str, int]], given: Mapping[str, torch.Tensor], bound: Mapping[str, Bound]
+) -> dict[str, list[torch.Tensor]]:
+    """Tensors in the order of their groups, given by any of their names.
+
+    Args:
+        names_of: every name -> group and index.
+        given: name -> tensor.
+        bound: the groups.
+
+    Raises:
+        ValueError: on unknown names, or parameters that are not given.
+    """
+    if unknown := [name for name in given if name not in names_of]:
+        raise ValueError(f"from_dtensors: {unknown[0]!r} is no parameter of the module ({len(unknown)} unknown in all)")
+    found = {names_of[name]: tensor for name, tensor in given.items()}
+    missing = [name for name, place in names_of.items() if place not in found]
+    if missing:
+        raise ValueError(f"from_dtensors: no tensor for parameter {missing[0]!r} ({len(missing)} names missing in all)")
+    return {key: [found[key, i] for i in range(len(b.shapes))] for key, b in bound.items()}

@@ -1,0 +1,53 @@
+"""Facts about a `BufferSpec`, computed where they are asked for, and constants where `torch.compile` traces.
+
+Compiled code guards on the key of the spec alone. In a constant a `Collective` is the key that `remember` gives, and a
+`BufferSpec` a name that `spec_of` resolves.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from mfsdp_func import buffer_spec
+from mfsdp_func.buffer_spec import BufferSpec
+from mfsdp_func.collective import Collective
+from mfsdp_func.move_operator import remember
+from mfsdp_func.ranges import Range
+
+Fact = TypeVar("Fact")
+Args = ParamSpec("Args")
+
+_SPECS = SimpleNamespace()
+
+
+def fact_of(
+    function: Callable[Concatenate[BufferSpec, Args], Fact], spec: BufferSpec, *args: Args.args, **kwargs: Args.kwargs
+) -> Fact:
+    """``function(spec, *args)``, for a function of `mfsdp_func.buffer_spec`. Errors are the function's own."""
+    if torch.compiler.is_compiling():
+        return _constant(function.__name__, spec.key, *args, **kwargs)
+    return function(spec, *args, **kwargs)
+
+
+@torch._dynamo.assume_constant_result
+def _constant(name: str, key: str, *args: object, **kwargs: object) -> Any:
+    return _named(getattr(buffer_spec, name)(BufferSpec.from_key(key), *args, **kwargs))
+
+
+def _named(fact: Any) -> Any:
+    if isinstance(fact, Collective):
+        return remember(fact)
+    if isinstance(fact, BufferSpec):
+        setattr(_SPECS, f"spec_{fact.key}", fact)
+        return f"spec_{fact.key}"
+    if isinstance(fact, tuple) and not isinstance(fact, Range):
+        return tuple(map(_named, fact))
+    return fact
+
+
+def spec_of(fact: BufferSpec | str) -> BufferSpec:
+    """The spec that a fact holds."""
+    # An attribute of a global has a source, so that Dynamo can guard what is done with it; a constant has none.
+    return getattr(_SPECS, fact) if isinstance(fact, str) else fact
