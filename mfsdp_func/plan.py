@@ -225,9 +225,7 @@ class Plan:
                 if k != me:
                     receives.append(Transfer(peers[k], m, part.start - slot.part.start, part.numel))
         told = sorted({peer for peer, *_ in sends if self._teller(peer) == rank})
-        return RankView(
-            inputs, outputs, tuple(sends), tuple(receives), tuple(copies), self._teller(rank), tuple(told)
-        )
+        return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies), self._teller(rank), tuple(told))
 
     def _teller(self, rank: int) -> int | None:
         """The sender of the first elements that `rank` receives, where `rank` itself gives none."""
@@ -242,7 +240,9 @@ class Plan:
         return None
 
     def _slots(self, layout: GlobalLayout, side: Side, shard: int, count: int) -> tuple[Slot, ...]:
-        held = [(i, part) for i, part in layout.tensors_in(layout.get_segment(shard, count)) if i in self._participating]
+        held = [
+            (i, part) for i, part in layout.tensors_in(layout.get_segment(shard, count)) if i in self._participating
+        ]
         if self.without_own == side:
             other = self.target if side == "source" else self.source
             held = [(i, part) for i, part in held if any(k != shard for k, _ in other.shards_of(i, part, count))]
@@ -316,7 +316,9 @@ def _owner_plan(owners: GroupOwnerLayout, operation: str, name: str, without_own
 
 
 @lru_cache(maxsize=4096)
-def group_messages(view: RankView, direct_numel: int, packed_numel: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def group_messages(
+    view: RankView, direct_numel: int, packed_numel: int
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Pack what a rank sends and what it receives into messages, by rules that both ends compute alike.
 
     A transfer of at least `direct_numel` elements travels alone; smaller ones of a pair share messages of at most
@@ -345,5 +347,7 @@ def _group(transfers: tuple[Transfer, ...], direct_numel: int, packed_numel: int
         if packed:
             groups.append(tuple(packed))
         stages = accumulate(len(group) > 1 for group in groups)
-        messages += [Message(peer, stage if len(group) > 1 else 0, group) for stage, group in zip(stages, groups, strict=True)]
+        messages += [
+            Message(peer, stage if len(group) > 1 else 0, group) for stage, group in zip(stages, groups, strict=True)
+        ]
     return tuple(sorted(messages, key=lambda message: message.stage))

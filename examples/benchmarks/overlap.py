@@ -3,6 +3,9 @@
 Two ranks, each in a network namespace of its own, joined by a virtual cable whose rate `tc` limits (needs root and
 iproute2). The rate is chosen so that communication alone takes about as long as Newton-Schulz alone. An ideal overlap
 takes the longer of the two; `hidden` is the share of what the ideal saves that the pipeline saves.
+
+Newton-Schulz on the CPU takes cores from the network's own threads. So a second row puts an accelerator's place holder
+in its stead: a sleep as long as the owned matrices' share of the work, which leaves the cores alone.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,11 @@ GROUPS = 12
 SHAPES: list[Shape] = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
 
 
-def overlap_row(groups: int = GROUPS, shapes: list[Shape] = SHAPES, rounds: int = 5) -> dict[str, Any]:
+SLEEP_SECONDS = 0.6
+"""Of all emulated compute together, on the rank that has most of it."""
+
+
+def overlap_row(emulated: bool, groups: int = GROUPS, shapes: list[Shape] = SHAPES, rounds: int = 5) -> dict[str, Any]:
     """Seconds of compute alone, of communication alone, of both one after the other, and pipelined."""
     mesh = Mesh(dist.get_world_size(), rank=dist.get_rank())
     placed = place(Workload("overlap", (tuple(shapes),) * groups, DTYPE), mesh, "round robin")
@@ -38,9 +46,19 @@ def overlap_row(groups: int = GROUPS, shapes: list[Shape] = SHAPES, rounds: int 
     sources = [group.source for group in placed]
     full = [mf.gather(group.source, owner_layout=group.owners, dtype=DTYPE)[0] for group in placed]
 
+    cost = mf.ns_cost_fn()
+    most = torch.tensor(sum(cost(tensor.shape) for tensors in full for tensor in tensors.values()), dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+
+    def work(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if not emulated:
+            return orthogonalize(tensors)
+        time.sleep(SLEEP_SECONDS * sum(cost(tensor.shape) for tensor in tensors.values()) / most.item())
+        return tensors
+
     def compute() -> None:
         for tensors in full:
-            orthogonalize(tensors)
+            work(tensors)
 
     def run(depth: int, function: Any) -> None:
         pipeline(function, sources, owners, depth=depth, dtype=DTYPE)
@@ -49,13 +67,14 @@ def overlap_row(groups: int = GROUPS, shapes: list[Shape] = SHAPES, rounds: int 
         {
             "compute": compute,
             "communication": lambda: run(0, lambda _, tensors: tensors),
-            "one after the other": lambda: run(0, lambda _, tensors: orthogonalize(tensors)),
-            "pipelined": lambda: run(1, lambda _, tensors: orthogonalize(tensors)),
-            "pipelined, depth 2": lambda: run(2, lambda _, tensors: orthogonalize(tensors)),
+            "one after the other": lambda: run(0, lambda _, tensors: work(tensors)),
+            "pipelined": lambda: run(1, lambda _, tensors: work(tensors)),
+            "pipelined, depth 2": lambda: run(2, lambda _, tensors: work(tensors)),
         },
         rounds,
     )
-    row: dict[str, Any] = {f"{name} (s)": value for name, value in medians(seconds).items()}
+    row: dict[str, Any] = {"compute is": "a sleep" if emulated else "Newton-Schulz"}
+    row |= {f"{name} (s)": value for name, value in medians(seconds).items()}
     for name in ("pipelined", "pipelined, depth 2"):
         hidden = [
             (alone - piped) / (alone - max(busy, moving))
@@ -83,17 +102,19 @@ def measure_overlap(target: Path, rounds: int = 5) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     with _cable() as namespaces:
-        free = _run_ranks(namespaces, target, 3)
-        seconds = free["compute (s)"]
-        # Both directions at once, the gather and then the scatter of the same bytes.
-        rate = 8 * 2 * free["nbytes each way"] / seconds
-        for number in range(2):
-            for namespace in namespaces:
-                _limit(namespace, rate)
-            row = {"rate (Mbit/s)": rate / 1e6} | _run_ranks(namespaces, target, rounds)
+        for emulated in (False, True):
+            free = _run_ranks(namespaces, target, 3, emulated)
+            # Twice the bytes: the gather and then the scatter.
+            rate = 8 * 2 * free["nbytes each way"] / free["compute (s)"]
+            for attempt in range(2):
+                for namespace in namespaces:
+                    _limit(namespace, rate)
+                row = {"rate (Mbit/s)": rate / 1e6} | _run_ranks(namespaces, target, rounds, emulated)
+                if attempt == 0:
+                    rate *= row["communication (s)"] / row["compute (s)"]
             rows.append(row)
-            if number == 0:
-                rate *= row["communication (s)"] / row["compute (s)"]
+            for namespace in namespaces:
+                _do("tc", "-n", namespace, "qdisc", "delete", "dev", "cable", "root")
     return rows
 
 
@@ -125,10 +146,10 @@ def _do(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
 
 
-def _run_ranks(namespaces: tuple[str, str], target: Path, rounds: int) -> dict[str, Any]:
+def _run_ranks(namespaces: tuple[str, str], target: Path, rounds: int, emulated: bool) -> dict[str, Any]:
     """This file as rank 0 and rank 1, each in its namespace; returns what rank 0 measured."""
     shared = {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29555", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "cable"}
-    command = [sys.executable, __file__, str(target), str(rounds)]
+    command = [sys.executable, __file__, str(target), str(rounds), str(int(emulated))]
     processes = [
         subprocess.Popen(
             ["ip", "netns", "exec", namespace, *command],
@@ -149,7 +170,7 @@ def _run_ranks(namespaces: tuple[str, str], target: Path, rounds: int) -> dict[s
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    measured = overlap_row(rounds=int(sys.argv[2]))
+    measured = overlap_row(sys.argv[3] == "1", rounds=int(sys.argv[2]))
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(measured))
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A unit test of distributed code on eight simulated ranks: no processes, no ports, the same bits every time.
 
-    python -m pytest examples/recipes/test_simulated_mesh.py
+python -m pytest examples/recipes/test_simulated_mesh.py
 """
 
 import torch

@@ -65,8 +65,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         transformation: makes the transformation of groups that bring none of their own; see `Make`.
         lr: learning rate of groups that have none.
         compile: run the whole of `step` in one ``torch.compile(fullgraph=True)`` region; a string names a backend.
-        mesh: the ranks that step together. While the agreement check is on, all of them then raise where one of them
-            lacks a gradient.
+        mesh: the ranks that step together; by default those of the first `DBuffer`. While the agreement check is on,
+            all of them then raise where one of them lacks a gradient.
 
     Raises:
         TypeError: if a group's transformation is not a function of a learning rate, or a parameter no tensor.
@@ -118,6 +118,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         locals_ = [_local(param) for param in named.values()]
         rate = torch.zeros((), dtype=torch.float64, device=locals_[0].device if locals_ else None)
         spec = given.spec if isinstance(given, DBuffer) else None
+        self._mesh = self._mesh or (spec.mesh if spec else None)
         with torch.no_grad():
             made = _Group(cast("Make", make), rate, tuple(named), spec, None)
             made = replace(made, state=made.make(rate).init(made.tensors(locals_)))
@@ -284,7 +285,7 @@ def _by_key(given: GroupParams) -> dict[Hashable, torch.Tensor]:
     if isinstance(given, DBuffer):
         return {"local_buffer": given.local_buffer}
     if isinstance(given, Mapping):
-        return dict(given)
+        return {**cast("Mapping[Hashable, torch.Tensor]", given)}
     listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
     pairs: Any = listed if listed and isinstance(listed[0], tuple) else enumerate(listed)
     return dict[Hashable, torch.Tensor](pairs)

@@ -11,12 +11,8 @@ from mfsdp_func.transport.collectives import compact, spread
 from mfsdp_func.transport.groups import axis_groups
 
 # Newer torch has new names for the same two collectives, and warns about the old ones.
-_all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor"
-)
-_reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or getattr(
-    dist, "reduce_scatter_tensor"
-)
+_all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ADDED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8}

@@ -231,7 +231,9 @@ def _by_stage(outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> list[St
     return [stages[number] for number in sorted(stages)]
 
 
-def _post(group: dist.ProcessGroup, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
+def _post(
+    group: dist.ProcessGroup, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]
+) -> Callable[[], None]:
     """Post the messages of one stage to gloo; return what waits for them and unpacks."""
     works: list[Any] = []
     unpacks: list[Callable[[], None]] = []

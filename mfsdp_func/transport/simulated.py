@@ -260,7 +260,9 @@ class _SimulatedCarrier:
         posted = self._posted(call, peer, number)
         dtype = posted.call.dtype
         if dtype is None:
-            raise SimulationError(f"{call.label}: rank {peer} sends nothing to rank {self._state.id}, which waits for it")
+            raise SimulationError(
+                f"{call.label}: rank {peer} sends nothing to rank {self._state.id}, which waits for it"
+            )
         return dtype
 
     def exchange(
