@@ -1,6 +1,7 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
 from mfsdp_func import inplace, optim
+from mfsdp_func.balance import OwnerBalance, WorkGroup, balance_owner_work
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
 from mfsdp_func.fsdp import FsdpContext, fully_shard
@@ -17,6 +18,7 @@ from mfsdp_func.mesh import Mesh, as_mesh
 from mfsdp_func.norm import global_norm
 from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
 from mfsdp_func.padding import PaddingReport, PaddingWarning, finer_view, padding_report
+from mfsdp_func.pipeline import pipeline
 from mfsdp_func.placement import (
     BlockAtomic,
     Partial,
@@ -41,6 +43,7 @@ __all__ = [
     "GlobalLayout",
     "GroupOwnerLayout",
     "Mesh",
+    "OwnerBalance",
     "PaddingReport",
     "PaddingWarning",
     "Partial",
@@ -54,11 +57,13 @@ __all__ = [
     "SimulationError",
     "TensorAtomic",
     "Token",
+    "WorkGroup",
     "agreement_check",
     "allgather",
     "allreduce",
     "as_mesh",
     "assign_owner_work",
+    "balance_owner_work",
     "build_for_row_atomic",
     "build_for_row_atomic_balanced",
     "build_for_row_atomic_unpadding",
@@ -74,6 +79,7 @@ __all__ = [
     "ns_cost_fn",
     "optim",
     "padding_report",
+    "pipeline",
     "redistribute",
     "reduce_scatter",
     "scatter",

@@ -196,7 +196,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as it will travel: contiguous, without lazy conjugation or negation."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach().contiguous()
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 
 
 def _move_impl(
@@ -330,8 +330,8 @@ def move(
     if link is None:
         link = torch.zeros((), device=options.device)
     options = replace(options, differentiated=tracked or link.requires_grad)
-    link, *outputs = _Move.apply(_batched(link), linear, options, *inputs)
-    return link, tuple(outputs)
+    results: Any = _Move.apply(_batched(link), linear, options, *inputs)
+    return results[0], tuple(results[1:])
 
 
 def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:

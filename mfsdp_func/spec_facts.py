@@ -27,13 +27,23 @@ def fact_of(
 ) -> Fact:
     """``function(spec, *args)``, for a function of `mfsdp_func.buffer_spec`. Errors are the function's own."""
     if torch.compiler.is_compiling():
-        return _constant(function.__name__, spec.key, *args, **kwargs)
+        fact, error, text = _constant(function.__name__, spec.key, *args, **kwargs)
+        if error is not None:
+            raise _ERRORS[error](text)
+        return fact
     return function(spec, *args, **kwargs)
 
 
+_ERRORS = {error.__name__: error for error in (IndexError, NotImplementedError, TypeError, ValueError)}
+
+
 @torch._dynamo.assume_constant_result
-def _constant(name: str, key: str, *args: object, **kwargs: object) -> Any:
-    return _named(getattr(buffer_spec, name)(BufferSpec.from_key(key), *args, **kwargs))
+def _constant(name: str, key: str, *args: object, **kwargs: object) -> tuple[Any, str | None, str]:
+    # Dynamo takes what is raised here for an error of its own, what is raised in code that it traces for the caller's.
+    try:
+        return _named(getattr(buffer_spec, name)(BufferSpec.from_key(key), *args, **kwargs)), None, ""
+    except tuple(_ERRORS.values()) as error:
+        return None, type(error).__name__, str(error)
 
 
 def _named(fact: Any) -> Any:

@@ -1,5 +1,6 @@
 """Fully-sharded training as a pure function of sharded buffers."""
 
+import hashlib
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.placement import BlockAtomic, Partial, Placement, Placements, Replicate, Shard, TensorAtomic, shard_axes
-from mfsdp_func.transport import carrier_of
+from mfsdp_func.transport import Call, carrier_of
+from mfsdp_func.transport.agreement import agree, checking
 
 __all__ = ["Escape", "FsdpContext", "ShardedModule", "fully_shard"]
 
@@ -62,7 +64,7 @@ def fully_shard(
             on the meta device that nothing initialises.
 
     Effects: allocates this rank's shards; a unit's full parameters exist only while it is laid out. No communication,
-    but for DTensor parameters.
+    but for DTensor parameters; and where the agreement check is on, ranks compare hashes of all values.
     """
     chosen = context or FsdpContext()
     value = as_mesh(mesh)
@@ -75,12 +77,18 @@ def fully_shard(
     values.fill_buffers(skeleton)
     bound = {key: _bind(group, value, placements, choices) for key, group in groups.items()}
     params: dict[str, DBuffer] = {}
+    seen = hashlib.sha256(repr(groups.keys()).encode()) if checking() else None
     for key, group in groups.items():
         spec = bound[key].spec
         shapes = spec.layout.tensor_shapes
         full = [values.parameter(entry).reshape(s) for entry, s in zip(group.entries, shapes, strict=True)]
         params[key] = DBuffer.distribute_tensors(full, value, spec.placements, spec.layout)
+        for tensor in full if seen is not None else ():
+            seen.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())  # pyright: ignore[reportOptionalMemberAccess]
         del full
+    if seen is not None:
+        label = "fully_shard with these placements, names and values of parameters"
+        agree(carrier_of(value), Call(label, seen.hexdigest(), value, None, (), None, True))
     frozen = {key: buffer for key, buffer in params.items() if not groups[key].trainable}
     apply = ShardedModule(
         skeleton,

@@ -1,7 +1,7 @@
 """One forward pass: which parameters a unit takes, where they are gathered from, and which unit comes next."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
 from mfsdp_func.fsdp.grouping import Unit
-from mfsdp_func.fsdp.replay import Modes, buffers_put_back, swapped, tensor_leaves
+from mfsdp_func.fsdp.replay import Start, buffers_written, swapped, tensor_leaves
 from mfsdp_func.fsdp.unit import Compute, UnitCall, call_unit
 
 Params: TypeAlias = Mapping[str, DBuffer]
@@ -32,7 +32,9 @@ class Pass:
         cast_inputs: see `FsdpContext`.
         watched: see `UnitCall`.
         order: indices of the units in the order of the last pass.
-        sequence: likewise of this one, so far.
+        changing: index of a unit -> names of the module buffers that it writes into, once it has run.
+        sequence: like `order`, of this pass so far.
+        all_watched: whether all units so far have been watched.
     """
 
     skeleton: nn.Module
@@ -44,7 +46,9 @@ class Pass:
     cast_inputs: bool
     watched: bool
     order: tuple[int, ...]
+    changing: dict[int, frozenset[str]]
     sequence: list[int] = field(default_factory=list)
+    all_watched: bool = True
     _resting: dict[str, torch.Tensor] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -55,30 +59,41 @@ class Pass:
         for unit in self.units:
             if unit.held:
                 places |= {f"{unit.name}.{path}".lstrip("."): p for path, p in self._kept_places(unit).items()}
-        with swapped(self.skeleton, places):
+        with swapped(self.skeleton, places), buffers_written(self._open_modules()):
             yield
+
+    def _open_modules(self) -> list[nn.Module]:
+        """The modules that run as any module does, and not as one operation with others."""
+        if any(bound.rests_whole for bound in self.bound.values()):
+            return list(self.skeleton.modules())
+        units = [self.skeleton.get_submodule(unit.name) for unit in self.units if not unit.held]
+        closed = {id(sub) for unit in units for sub in unit.modules()}
+        return [sub for sub in self.skeleton.modules() if id(sub) not in closed]
 
     def run_unit(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a unit's own forward, with its parameters gathered."""
         unit = self.units[index]
         module = self.skeleton.get_submodule(unit.name)
+        modules = list(module.modules())
         inputs, rebuild = tensor_leaves((args, kwargs))
         if self.bound[unit.groups[0]].rests_whole:
             args, kwargs = rebuild([self._cast(unit, tensor) for tensor in inputs])
             with swapped(module, self._kept_places(unit)):
                 return forward(*args, **kwargs)
         structure: list[Any] = []
-        modes: list[Modes] = []
+        starts: list[Start] = []
 
         def compute(params: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             by_group = dict(zip(unit.groups, params, strict=True))
             places = {path: by_group[entry.group][entry.index] for path, entry in unit.names}
             args, kwargs = rebuild([self._cast(unit, tensor) for tensor in tensors])
-            again = bool(modes)
-            with swapped(module, places), modes[0].restored() if again else nullcontext():
-                with buffers_put_back(module) if again else nullcontext():
-                    outputs, put_back = tensor_leaves(forward(*args, **kwargs))
-            modes[:] = modes or [Modes(module)]
+            first = not starts
+            if first:
+                starts.append(Start(module, self.changing.get(index)))
+            with swapped(module, places), buffers_written(modules) if first else starts[0].again():
+                outputs, put_back = tensor_leaves(forward(*args, **kwargs))
+            if first:
+                self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
             structure[:] = [put_back]
             return outputs
 
@@ -102,7 +117,7 @@ class Pass:
             cache=self.cache,
             watched=self.watched,
         )
-        return call_unit(
+        outputs = call_unit(
             call,
             [
                 *(self.params[key].local_buffer for key in unit.groups),
@@ -112,6 +127,8 @@ class Pass:
                 *inputs,
             ],
         )
+        self.all_watched &= call.was_watched
+        return outputs
 
     def _kept_places(self, unit: Unit) -> dict[str, torch.Tensor]:
         """A unit's full parameters by name, which stay gathered until the pass and its backward pass end."""

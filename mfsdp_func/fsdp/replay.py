@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -63,23 +65,60 @@ class Ambient:
             yield
 
 
-class Modes:
-    """Which of a module's submodules were in training mode."""
+class Start:
+    """How a module was before it ran: which submodules were in training mode, and the values of module buffers.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: which.
+        changing: names of the buffers that it writes into, as far as is known; None if nothing is. Values are copied
+            of these (of all, at first), the others are taken to stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, changing: frozenset[str] | None) -> None:
         self._modes = [(sub, sub.training) for sub in module.modules()]
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, str, torch.Tensor, int]] = []
+        self._values: dict[str, torch.Tensor] = {}
+        self._changed = frozenset[str]()
+        for prefix, sub in module.named_modules():
+            for leaf, buffer in sub._buffers.items():
+                name = f"{prefix}.{leaf}"
+                if buffer is not None:
+                    self._buffers.append((sub._buffers, leaf, name, buffer, buffer._version))
+                    copied = changing is None or name in changing
+                    self._values[name] = buffer.clone() if copied else buffer
+
+    def changed(self) -> frozenset[str]:
+        """Names of the buffers that have been written into or replaced since; forgets the copies of others."""
+        names = [
+            name
+            for buffers, leaf, name, buffer, version in self._buffers
+            if buffers.get(leaf) is not buffer or buffer._version != version
+        ]
+        for _, _, name, buffer, _ in self._buffers:
+            if name not in names:
+                self._values[name] = buffer
+        self._changed = frozenset(names)
+        return self._changed
 
     @contextmanager
-    def restored(self) -> Generator[None, None, None]:
-        """Run the module in these modes."""
-        changed = [(sub, sub.training) for sub, training in self._modes if sub.training != training]
-        for sub, training in changed:
-            sub.training = not training
+    def again(self) -> Generator[None, None, None]:
+        """Run the module as then, without a trace: running statistics must not count twice."""
+        modes = [(sub, sub.training) for sub, training in self._modes if sub.training != training]
+        before = [(buffers, leaf, buffers.get(leaf)) for buffers, leaf, *_ in self._buffers]
         try:
+            for sub, training in modes:
+                sub.training = not training
+            for buffers, leaf, name, *_ in self._buffers:
+                value = self._values[name]
+                # batch_norm writes without a trace, but only into floating-point numbers.
+                written = name in self._changed or value.is_floating_point()
+                buffers[leaf] = value.clone() if written else value
             yield
         finally:
-            for sub, training in changed:
+            for sub, training in modes:
                 sub.training = training
+            for buffers, leaf, buffer in before:
+                buffers[leaf] = buffer
 
 
 @contextmanager
@@ -103,16 +142,40 @@ def _put(owner: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 @contextmanager
-def buffers_put_back(module: nn.Module) -> Generator[None, None, None]:
-    """Undo what a computation does to module buffers: a second run must not count twice (running statistics)."""
-    kept = [(sub, dict(sub._buffers)) for sub in module.modules() if sub._buffers]
-    try:
-        for sub, buffers in kept:
-            sub._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+def buffers_written(modules: Sequence[nn.Module]) -> Generator[None, None, None]:
+    """Let modules write into their own buffers under a `torch.func` transform, which does not let them.
+
+    Raises:
+        RuntimeError: if `vmap` would write several values into one buffer.
+    """
+    if _functorch.peek_interpreter_stack() is None:
         yield
+        return
+    before = [(sub._buffers, leaf, buffer) for sub in modules for leaf, buffer in sub._buffers.items()]
+    copies = [None if buffer is None else buffer.clone() for _, _, buffer in before]
+    try:
+        for (buffers, leaf, _), copied in zip(before, copies, strict=True):
+            buffers[leaf] = copied
+        yield
+        found = [buffers[leaf] for buffers, leaf, _ in before]
     finally:
-        for sub, buffers in kept:
-            sub._buffers.update(buffers)
+        for buffers, leaf, buffer in before:
+            buffers[leaf] = buffer
+    with temporarily_clear_interpreter_stack():
+        for (buffers, leaf, buffer), copied, now in zip(before, copies, found, strict=True):
+            value = _unwrapped(now)
+            if value is None or buffer is None or now is not copied:
+                buffers[leaf] = value
+            elif value.shape != buffer.shape:
+                raise RuntimeError(f"vmap would write several values into the module buffer {leaf!r}")
+            else:  # whether it has changed is not known: batch_norm does not tell, so neither does this
+                (buffer if is_traced([value]) else buffer.data).copy_(value)
+
+
+def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    while tensor is not None and _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return None if tensor is None else tensor.detach()
 
 
 def tensor_leaves(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:

@@ -62,6 +62,7 @@ class ShardedModule:
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None
         self._order: tuple[int, ...] = ()
+        self._changing: dict[int, frozenset[str]] = {}
         self._watched: set[int] = set()
         self._key = uuid.uuid4().hex
         self._buffer_places = [(sub._buffers, leaf) for sub in skeleton.modules() for leaf in sub._buffers]
@@ -248,6 +249,7 @@ class ShardedModule:
             cast_inputs=self._cast_inputs,
             watched=kind not in self._watched,
             order=self._order,
+            changing=self._changing,
         )
         if self._cache is not None:
             self._cache.drop()
@@ -258,7 +260,8 @@ class ShardedModule:
         finally:
             self._current.reset(before)
         self._order = tuple(run.sequence)
-        self._watched.add(kind)
+        if run.all_watched:
+            self._watched.add(kind)
         return result if self._output_dtype is None else cast_floats(result, self._output_dtype)
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

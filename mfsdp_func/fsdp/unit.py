@@ -64,6 +64,8 @@ class UnitCall:
     preceding: tuple[Bound, ...]
     cache: GatherCache | None
     watched: bool
+    was_watched: bool = False
+    """Whether that was done."""
     ambient: Ambient | None = None
     """Of the forward pass, for the same dropout masks in the backward one; known once it has run."""
     outputs: int = 0
@@ -114,6 +116,7 @@ class UnitCall:
         traced, draws = is_traced(tensors), list[torch.Tensor]()
         if self.watched and _functorch.peek_interpreter_stack() is None and get_proxy_mode() is None:
             outputs = run_watched(self.label, self.run, full, parts.inputs)
+            self.was_watched = True
         elif not traced:
             outputs = self.run(full, list(parts.inputs))
         if traced:
