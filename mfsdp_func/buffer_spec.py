@@ -7,6 +7,8 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
+
 from mfsdp_func.collective import Collective, Kind
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
@@ -31,6 +33,11 @@ class BufferSpec:
     """The value as a string: what compiled code guards on."""
 
     def __init__(self, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "BufferSpec: made inside a compiled region, which could not tell it from equal ones; make it (or a buffer"
+                " with it) before, and DBuffer(spec, tensor) inside"
+            )
         value, chosen = as_mesh(mesh), tuple(placements)
         layout.check_placements(value, chosen)
         for axis, placement in enumerate(chosen):

@@ -195,6 +195,8 @@ class DBuffer:
 
     def get_dtensor(self, tensor_index: int) -> "DTensor":
         """A tensor as a `DTensor` with its logical global shape; see `mfsdp_func.dtensor.to_dtensor`."""
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError("get_dtensor: a DTensor is made outside compiled regions; use get_tensor_view inside")
         from mfsdp_func.dtensor import to_dtensor
 
         return to_dtensor(self, tensor_index)

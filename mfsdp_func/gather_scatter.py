@@ -98,8 +98,8 @@ class Wiring(NamedTuple):
     """Owned tensors without elements: results that nobody sends."""
 
 
-def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool) -> Plan:
-    """The plan of "gather" or "scatter", from the cache.
+def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool = True) -> Plan:
+    """The plan of "gather" or "scatter": who sends what to whom. Print it to see a table.
 
     Raises:
         TypeError: if `owners` is no `GroupOwnerLayout`.
@@ -155,7 +155,13 @@ def given_tensors(plan: Plan, wiring: Wiring, source: Mapping[int, torch.Tensor]
 
     Raises:
         KeyError: if one is missing.
+        TypeError: if `source` is no mapping.
     """
+    if not isinstance(source, Mapping):
+        raise TypeError(
+            f"{plan.label}: source must be a dict, tensor index -> tensor, got {type(source).__name__}; of a DBuffer, pass"
+            " buffer.tensor_views()"
+        )
     try:
         return [source[i] for i in wiring.inputs]
     except KeyError:

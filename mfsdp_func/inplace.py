@@ -32,7 +32,7 @@ def gather(
         KeyError, ValueError, TypeError: before any communication; see `mfsdp_func.gather`.
         RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form.
     """
-    _move_into(plan_of("gather", owner_layout, True), owner_layout, source, destination)
+    _move_into("gather", owner_layout, source, destination)
 
 
 def scatter(
@@ -50,7 +50,7 @@ def scatter(
     Raises:
         As `gather`.
     """
-    _move_into(plan_of("scatter", owner_layout, False), owner_layout, source, destination)
+    _move_into("scatter", owner_layout, source, destination)
 
 
 def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]
@@ -65,13 +65,17 @@ def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]
 
 @torch.no_grad()
 def _move_into(
-    plan: Plan, owners: GroupOwnerLayout, source: Mapping[int, torch.Tensor], destination: Mapping[int, torch.Tensor]
+    operation: str,
+    owners: GroupOwnerLayout,
+    source: Mapping[int, torch.Tensor],
+    destination: Mapping[int, torch.Tensor],
 ) -> None:
-    if not is_untransformed():
+    if torch.compiler.is_compiling() or not is_untransformed():
         raise RuntimeError(
-            f"inplace.{plan.label} cannot run under a torch.func transform or in a compiled region; use mfsdp_func."
-            f"{plan.operation}, which returns new tensors"
+            f"inplace.{operation} cannot run under a torch.func transform or in a compiled region; use"
+            f" mfsdp_func.{operation}, which returns new tensors"
         )
+    plan = plan_of(operation, owners, include_own=operation == "gather")
     with faults_reported(plan):
         wiring = wiring_of(plan, owners)
         inputs = given_tensors(plan, wiring, source)

@@ -231,6 +231,8 @@ def build_for_tensor_atomic(
 def _check(shapes: Iterable[Iterable[int]], dp_size: int, block_size: int) -> tuple[list[torch.Size], list[int]]:
     """The shapes, and for each the number of elements that no boundary may split (``block_size`` rows)."""
     for name, value in (("dp_size", dp_size), ("block_size", block_size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"layout: {name} must be an int, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"layout: {name} must be positive, got {value}")
     sizes = [torch.Size(shape) for shape in shapes]

@@ -27,7 +27,8 @@ LIBRARY = torch.library.Library("mfsdp_func", "DEF")
 
 LIBRARY.define(
     "move(Tensor[] inputs, Tensor link, Tensor? after, str key, ScalarType? dtype, bool forward, bool differentiated)"
-    " -> Tensor[]"
+    " -> Tensor[]",
+    tags=torch.Tag.cudagraph_unsafe,  # a replayed graph would leave out what runs on the host
 )
 
 _MAPS: "dict[str, LinearMap]" = {}

@@ -49,9 +49,14 @@ def check_tensors(
         if tensor.layout != torch.strided:
             raise TypeError(f"{linear.label}: tensor {name} has layout {tensor.layout}; only strided tensors can move")
         if tensor.numel() != numel:
+            part = (
+                "the full tensor"
+                if linear.label.startswith("scatter")
+                else "exactly this rank's part, as the layout cuts it"
+            )
             raise ValueError(
                 f"{linear.label}: tensor {name} has {tensor.numel()} elements {tuple(tensor.shape)} on rank"
-                f" {linear.mesh.rank}, expected {numel}; give exactly this rank's part, as the layout cuts it"
+                f" {linear.mesh.rank}, expected {numel}; give {part}"
             )
         if tensor.dtype != first.dtype:  # pyright: ignore[reportOptionalMemberAccess]
             raise TypeError(

@@ -169,6 +169,11 @@ class GroupOwnerLayout:
         placements: Sequence[Placement] | None = None,
         name: str = "",
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                f"GroupOwnerLayout {name!r}: made inside a compiled region, which could not tell it from equal ones;"
+                " make it before and pass it in"
+            )
         value = as_mesh(mesh)
         chosen = _all_sharded(value) if placements is None else tuple(placements)
         for placement in chosen:

@@ -128,16 +128,16 @@ class Placements:
     def __init__(
         self,
         dp_axes: Iterable[MeshAxis] | MeshAxis,
-        parameter: Iterable[Placement],
-        gradient: Iterable[Placement],
-        optimizer: Iterable[Placement],
+        parameter: Iterable[Placement] | Placement,
+        gradient: Iterable[Placement] | Placement,
+        optimizer: Iterable[Placement] | Placement,
     ) -> None:
         axes = (dp_axes,) if isinstance(dp_axes, (str, int)) else tuple(dp_axes)
         if not axes or len(set(axes)) != len(axes):
             raise ValueError(f"Placements: dp_axes must name at least one axis and each only once, got {axes}")
         object.__setattr__(self, "dp_axes", axes)
         for role, given in (("parameter", parameter), ("gradient", gradient), ("optimizer", optimizer)):
-            placements = tuple(given)
+            placements = (given,) if isinstance(given, Placement) else tuple(given)
             if len(placements) != len(axes):
                 raise ValueError(
                     f"Placements: {role} has {len(placements)} placements {placements} for {len(axes)} axes {axes};"

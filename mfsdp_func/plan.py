@@ -6,7 +6,6 @@ bisection in sorted offsets, once, and kept.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -176,6 +175,14 @@ class Plan:
         """The plan as one rank runs it, as a string: what compiled code holds in place of the plan."""
         return f"{self.digest}/{self.mesh.rank}"
 
+    def _peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share one copy of the buffer with `rank`, in buffer order."""
+        return self._all_ranks if len(self.axes) == self.mesh.ndim else self.mesh.shard_ranks(self.axes, rank)
+
+    @cached_property
+    def _all_ranks(self) -> tuple[int, ...]:
+        return self.mesh.shard_ranks(self.axes)
+
     @cached_property
     def _participating(self) -> frozenset[int]:
         return frozenset(self.tensors)
@@ -206,7 +213,7 @@ class Plan:
         Raises:
             ValueError: if the rank is not in the mesh.
         """
-        peers = self.mesh.shard_ranks(self.axes, rank)
+        peers = self._peers(rank)
         me = self.mesh.shard_index(self.axes, rank)
         inputs = self._slots(self.source, "source", me, len(peers))
         outputs = self._slots(self.target, "target", me, len(peers))
@@ -229,7 +236,7 @@ class Plan:
 
     def _teller(self, rank: int) -> int | None:
         """The sender of the first elements that `rank` receives, where `rank` itself gives none."""
-        peers = self.mesh.shard_ranks(self.axes, rank)
+        peers = self._peers(rank)
         me = self.mesh.shard_index(self.axes, rank)
         if self._slots(self.source, "source", me, len(peers)):
             return None
@@ -258,13 +265,20 @@ class Plan:
             return (part.numel // row, *shape[1:])
         return (part.numel,)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> list[Piece]:
         """Every piece that moves between different ranks, by sender; derived on the fly, for tables and tests."""
-        for src in self.mesh.ranks:
-            view = self.view(src)
-            for transfer in view.sends:
-                slot = view.inputs[transfer.slot]
-                yield Piece(slot.tensor, src, transfer.peer, Range(slot.part.start + transfer.start, transfer.numel))
+        order = {rank: place for place, rank in enumerate(self.mesh.ranks)}
+        found: list[Piece] = []
+        for first in self.mesh.ranks:
+            if self.mesh.shard_index(self.axes, first):
+                continue
+            peers = self._peers(first)  # those that share one copy of the buffer
+            for i in self.tensors:
+                for src, held in self.source.shards_of(i, Range(0, self.shapes[i].numel()), len(peers)):
+                    for dst, part in self.target.shards_of(i, held, len(peers)):
+                        if src != dst:
+                            found.append(Piece(i, peers[src], peers[dst], part))
+        return sorted(found, key=lambda piece: (order[piece.src], piece.tensor, piece.part.start))
 
     def __str__(self) -> str:
         """A table: who sends which elements of which tensor to whom, and the totals."""

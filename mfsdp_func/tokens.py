@@ -126,6 +126,8 @@ def as_tokens(after: After) -> tuple[Token, ...]:
     Raises:
         TypeError: if it holds anything else.
     """
+    if not isinstance(after, Iterable | Token):
+        raise TypeError(f"after= takes a Token or an iterable of Tokens, got {type(after).__name__}")
     tokens = (after,) if isinstance(after, Token) else tuple(after)
     for token in tokens:
         if not isinstance(token, Token):

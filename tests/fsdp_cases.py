@@ -96,7 +96,9 @@ def number(mesh: mf.Mesh) -> int:
     return mesh.ranks.index(mesh.get_rank())
 
 
-def dense_step(module: nn.Module, data: torch.Tensor, loss: Any = loss_of) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def dense_step(
+    module: nn.Module, data: torch.Tensor, loss: Any = loss_of
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Gradients of the mean over batches, of one copy of each trainable parameter, and that mean."""
     weights = {name: param.detach() for name, param in module.named_parameters() if param.requires_grad}
     return grad_and_value(
@@ -128,7 +130,9 @@ def assert_same(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
         )
 
 
-def assert_same_buffers(given: Mapping[str, mf.DBuffer], expected: Mapping[str, mf.DBuffer], **tolerance: float) -> None:
+def assert_same_buffers(
+    given: Mapping[str, mf.DBuffer], expected: Mapping[str, mf.DBuffer], **tolerance: float
+) -> None:
     """The same, of what this rank holds."""
     assert_same({k: filled(b) for k, b in given.items()}, {k: filled(b) for k, b in expected.items()}, **tolerance)
 

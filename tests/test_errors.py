@@ -150,7 +150,7 @@ FAULTS = {
     ),
     "result a row short": Fault(
         *(mf.scatter, 0, replaced(1, lambda t: t[:3]), ValueError),
-        ("scatter 'block'", "tensor 1", "has 6 elements (3, 2)", "on rank 0", "expected 8", EXACT),
+        ("scatter 'block'", "tensor 1", "has 6 elements (3, 2)", "on rank 0", "expected 8", "give the full tensor"),
     ),
     "no shard": Fault(
         *(mf.gather, 1, without(1), KeyError),
@@ -744,3 +744,21 @@ def test_eighteen_rows_over_eight_ranks(build: Callable[..., mf.GlobalLayout]) -
         layout = build(shapes, 8)
         held = mf.simulate(lambda mesh, layout=layout: eighteen_rows(mesh, layout), 8).results
         assert sum(held.values()) == torch.Size(shapes[0]).numel()
+
+
+def test_first_tries_of_a_newcomer() -> None:
+    def program(mesh: mf.Mesh) -> None:
+        layout = mf.build_for_row_atomic([(4, 2)], mesh.size())
+        owners = mf.GroupOwnerLayout.from_params(mesh, layout)
+        weights = mf.DBuffer.distribute_tensors([torch.ones(4, 2)], mesh, [mf.RowAtomic()], layout)
+        for wrong in (weights, [weights.local_buffer]):
+            with pytest.raises(TypeError, match=r"source must be a dict.*tensor_views"):
+                mf.gather(wrong, owner_layout=owners)
+        for wrong in (None, 3):
+            with pytest.raises(TypeError, match="after= takes a Token"):
+                mf.gather(weights.tensor_views(), owner_layout=owners, after=wrong)
+        with pytest.raises(TypeError, match="dp_size must be an int, got Mesh"):
+            mf.build_row_atomic_layout([(4, 2)], mesh)
+
+    mf.simulate(program, 2)
+    assert mf.Placements(0, mf.RowAtomic(), mf.RowAtomic(), mf.RowAtomic()).gradient == (mf.RowAtomic(),)

@@ -250,14 +250,13 @@ def test_mode_and_autocast_of_the_forward_pass() -> None:
     on_each((2,), program)
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_mixed_precision(reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("parameter", [ROWS, FULL], ids=repr)
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=str)
+def test_mixed_precision(reduce_dtype: torch.dtype | None, parameter: Any) -> None:
     """fp32 main weights, bf16 compute; bitwise a step written by hand."""
     module, data = net(tie=False).float(), cases.batches(2)
     half = {name: param.detach().bfloat16() for name, param in module.named_parameters()}
-    terms = []
-    for x in data:
-        terms.append(grad(lambda half, x=x: loss_of(functional_call(module, half, (x,)).float(), x))(half))
+    terms = [grad(lambda half, x=x: loss_of(functional_call(module, half, (x,)).float(), x))(half) for x in data]
     travels = reduce_dtype or torch.bfloat16
     means = {  # a fold of halves in float32, rounded once; then divided
         name: (sum(term[name].to(travels).float() for term in terms).to(travels) / 2).float() for name in half
@@ -267,16 +266,15 @@ def test_mixed_precision(reduce_dtype: torch.dtype | None) -> None:
         context = mf.FsdpContext(
             param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float32, deterministic=True
         )
-        for roles in ("two", "zero2 of two"):
-            placements = mf.Placements(0, [ROWS if roles == "two" else FULL], [ROWS], [ROWS])
-            apply, params = mf.fully_shard(module, mesh, placements, context=context)
-            x = data[number(mesh)]
-            output = apply(params, x)
-            assert output.dtype == torch.float32
-            assert params["words"].dtype == torch.float32
-            gradients = grad(lambda params, apply=apply: loss_of(apply(params, x), x))(params)
-            assert gradients["words"].dtype == torch.float32
-            cases.assert_same(apply.gather_parameters(gradients), means, rtol=0, atol=0)
+        placements = mf.Placements(0, [parameter], [ROWS], [ROWS])
+        apply, params = mf.fully_shard(module, mesh, placements, context=context)
+        x = data[number(mesh)]
+        output = apply(params, x)
+        assert output.dtype == torch.float32
+        assert params["words"].dtype == torch.float32
+        gradients = grad(lambda params: loss_of(apply(params, x), x))(params)
+        assert gradients["words"].dtype == torch.float32
+        cases.assert_same(apply.gather_parameters(gradients), means, rtol=0, atol=0)
 
     on_each((2,), program)
 
@@ -369,39 +367,39 @@ def test_three_dims_and_none() -> None:
     assert stored == {False: 61, True: 61}
 
 
-def test_nan_in_padding_changes_nothing() -> None:
-    module, data = net(), cases.batches(4)
+def with_nan_in_padding(buffer: mf.DBuffer) -> mf.DBuffer:
+    local = torch.full_like(buffer.local_buffer, torch.nan)
+    for span in buffer.spec.filled:
+        local[span.start : span.end] = buffer.local_buffer[span.start : span.end]
+    return mf.DBuffer(buffer.spec, local)
 
-    def program(mesh: mf.Mesh) -> None:
-        for roles in ("four",):
-            apply, params = mf.fully_shard(module, mesh, place(mesh, roles))
-            x = data[number(mesh)]
-            planted, gaps = {}, 0
-            for key, buffer in params.items():
-                local = torch.full_like(buffer.local_buffer, torch.nan)
-                for span in buffer.spec.filled:
-                    local[span.start : span.end] = buffer.local_buffer[span.start : span.end]
-                planted[key] = mf.DBuffer(buffer.spec, local)
-                gaps += int(local.isnan().sum())
-            optimizer = adamw(0.1)
-            results = []
-            for start in (params, planted):
-                current, state = start, optimizer.init(start)
-                for _ in range(2):
-                    gradients = grad(lambda p: loss_of(apply(p, x), x))(current)
-                    norm = mf.global_norm(gradients)
-                    updates, state = optimizer.update(gradients, state, current)
-                    current = apply_updates(current, updates)
-                results.append((gradients, norm, current))
-            assert torch.equal(results[0][1], results[1][1])
-            for n in (0, 2):
-                cases.assert_same_buffers(results[1][n], results[0][n], rtol=0, atol=0)
-            assert not any(buffer.local_buffer.isnan().any() for buffer in results[1][0].values())
-            counts.append(gaps)
 
-    counts: list[int] = []
-    on_each((4,), program)
-    assert sum(counts) > 0
+@pytest.mark.parametrize("roles", ["four", "zero2", "both"])
+def test_nan_in_padding_changes_nothing(roles: str) -> None:
+    """No gradient, no norm, no weight."""
+    module, data, optimizer = net(), cases.batches(4), adamw(0.1)
+
+    def train(apply: Any, params: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
+        state = optimizer.init(params)
+        for _ in range(2):
+            gradients = grad(lambda p: loss_of(apply(p, x), x))(params)
+            updates, state = optimizer.update(gradients, state, params)
+            params = apply_updates(params, updates)
+        return gradients, mf.global_norm(gradients), params
+
+    def program(mesh: mf.Mesh) -> int:
+        apply, params = mf.fully_shard(module, mesh, place(mesh, roles))
+        planted = {key: with_nan_in_padding(buffer) for key, buffer in params.items()}
+        x = data[number(mesh)]
+        gradients, norm, trained = train(apply, params, x)
+        same_gradients, same_norm, same_trained = train(apply, planted, x)
+        assert torch.equal(norm, same_norm)
+        cases.assert_same_buffers(same_gradients, gradients, rtol=0, atol=0)
+        cases.assert_same_buffers(same_trained, trained, rtol=0, atol=0)
+        assert not any(buffer.local_buffer.isnan().any() for buffer in same_gradients.values())
+        return sum(int(buffer.local_buffer.isnan().sum()) for buffer in planted.values())
+
+    assert sum(on_each(ROLES[roles][0], program).values()) > 0
 
 
 class Recurrent(nn.Module):

@@ -52,11 +52,9 @@ def test_at_most_two_units_are_alive(prefetch: bool, how: str) -> None:
     on_each((1,), program)
 
 
-@pytest.mark.parametrize("how", ["grad", "backward"])
-def test_whole_parameters_are_gathered_once(how: str) -> None:
-    """ZeRO-1 and ZeRO-2; and with the outer axis alone gathered once, units gather along the inner one."""
+def calls_of_a_step(roles: str, how: str) -> tuple[int, dict[int, list[str]]]:
+    """Number of groups, and the operations of each rank."""
     module, data = net(blocks=3, tie=False), cases.batches(4)
-    roles = ""
 
     def program(mesh: mf.Mesh) -> int:
         apply, params = mf.fully_shard(module, mesh, place(mesh, roles))
@@ -64,21 +62,29 @@ def test_whole_parameters_are_gathered_once(how: str) -> None:
         def loss(params: Any) -> torch.Tensor:
             return loss_of(apply(params, data[number(mesh)]), data[number(mesh)])
 
-        labels[mesh.get_rank()] = []
         grad(loss)(params) if how == "grad" else loss(cases.leaves_of(params)).backward()
         return len(apply.groups)
 
-    for roles in ("zero1", "zero2"):
-        with cases.calls_watched() as labels:
-            groups = on_each((4,), program)[0]
-        for own in labels.values():
-            assert sorted(own) == ["allgather over 'axis0'"] * groups + ["reduce_scatter over 'axis0'"] * groups
-    roles = "outer"
     with cases.calls_watched() as labels:
-        on_each((2, 2), program)
+        groups = on_each(cases.ROLES[roles][0], program)[0]
+    return groups, labels
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+@pytest.mark.parametrize("roles", ["zero1", "zero2"])
+def test_whole_parameters_are_gathered_once(roles: str, how: str) -> None:
+    groups, labels = calls_of_a_step(roles, how)
     for own in labels.values():
-        assert own.count("allgather over 'axis0'") == groups  # once per pass
-        assert own.count("allgather over 'axis1'") == 2 * groups - 1  # in both directions; the held unit in one
+        assert sorted(own) == ["allgather over 'axis0'"] * groups + ["reduce_scatter over 'axis0'"] * groups
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_an_outer_axis_is_gathered_once(how: str) -> None:
+    """And the inner one by every unit, in both directions; by the held unit in one."""
+    groups, labels = calls_of_a_step("outer", how)
+    for own in labels.values():
+        assert own.count("allgather over 'axis0'") == groups
+        assert own.count("allgather over 'axis1'") == 2 * groups - 1
         assert own.count("reduce_scatter over 'axis0'") == own.count("reduce_scatter over 'axis1'") == groups
 
 
@@ -94,7 +100,7 @@ def test_whole_parameters_are_reduced_as_soon_as_a_unit_is_done() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            events.append(f"backward of {ctx.n}")
+            events.append(f"before {ctx.n}")
             return gradient, None
 
     def program(mesh: mf.Mesh) -> None:
@@ -113,8 +119,8 @@ def test_whole_parameters_are_reduced_as_soon_as_a_unit_is_done() -> None:
     backward = [event.partition(" over")[0] for event in events if "gather" not in event]
     reduced = ["reduce_scatter"]
     assert backward == [
-        *reduced * 2,  # head and norm
-        *("backward of 2", *reduced, "backward of 1", *reduced, "backward of 0", *reduced),
+        *(*reduced * 3, "before 2"),  # head, norm, block 2
+        *(*reduced, "before 1", *reduced, "before 0"),
         *reduced * 2,  # embedding, and the held table
     ]
 
@@ -130,8 +136,7 @@ class Probe(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        entries = Probe.cache._entries.values() if Probe.cache is not None else ()
-        Probe.seen.append(sum(not work.done for _, token, _ in entries for work in token.pending))
+        Probe.seen.append(Probe.cache.in_flight)
         return torch.tanh(self.fc(x))
 
 
@@ -364,7 +369,11 @@ def test_wrong_buffers() -> None:
         for given, error, message in (
             (without, ValueError, r"has buffers .*, expected .*'norm'.*pass what fully_shard returned"),
             (params | {"norm": other}, ValueError, r"sharded_params\['norm'\] is BufferSpec.*, expected BufferSpec"),
-            (params | {"norm": elsewhere.cast(torch.float32)}, TypeError, r"is torch\.float32, expected torch\.float64"),
+            (
+                params | {"norm": elsewhere.cast(torch.float32)},
+                TypeError,
+                r"is torch\.float32, expected torch\.float64",
+            ),
             (params | {"norm": torch.ones(3)}, TypeError, r"is a Tensor, expected a DBuffer"),
             (params | {"norm": mf.DBuffer(elsewhere.spec, torch.ones(99))}, ValueError, r"stores a \(99,\), expected"),
             (params | {"norm": elsewhere.redistribute([FULL])}, ValueError, r"is BufferSpec\(.*Replicate"),
@@ -396,7 +405,9 @@ def test_parameters_outside_of_their_unit() -> None:
 
     def program(mesh: mf.Mesh) -> None:
         apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
-        with pytest.raises(RuntimeError, match=r"parameter layers\.0\.weight was used outside of the unit that owns it"):
+        with pytest.raises(
+            RuntimeError, match=r"parameter layers\.0\.weight was used outside of the unit that owns it"
+        ):
             apply(params, torch.ones(2, 3))
         apply, params = mf.fully_shard(module, mesh, place(mesh, "two"), units=[module])
         assert torch.equal(apply(params, torch.ones(2, 3)), module(torch.ones(2, 3)))

@@ -447,3 +447,22 @@ def test_a_missing_gradient_is_told_to_all_ranks() -> None:
     wanted = r"no gradient on rank 1 for parameter 0 of group 0 \(1 missing in all\)"
     assert re.search(wanted, faulty)
     assert re.search(r"nothing was sent, because of a fault on another rank: rank 1: .*" + wanted, peer)
+
+
+def refuses_shards(mesh: mf.Mesh) -> list[str]:
+    layout = mf.build_for_row_atomic([(4, 2), (8,)], mesh.size())
+    full = [torch.ones(4, 2), torch.ones(8)]
+    weights = mf.DBuffer.distribute_tensors(full, mesh, [mf.RowAtomic()], layout)
+    weights.local_buffer.requires_grad_()
+    messages = []
+    for make in (optim.muon, lambda lr: optim.partition(([0], optim.muon(lr)), ([1], optim.adamw(lr)))):
+        with pytest.raises(ValueError, match="needs whole tensors") as caught:
+            optim.TorchOptimizer(weights, make, lr=0.1)
+        messages.append(str(caught.value))
+    optim.TorchOptimizer(weights, lambda lr: optim.partition(([], optim.muon(lr)), ([0, 1], optim.adamw(lr))), lr=0.1)
+    return messages
+
+
+def test_muon_without_owners_refuses_shards() -> None:
+    for messages in mf.simulate(refuses_shards, 2).results.values():
+        assert all("shard of shape (2, 2) of (4, 2)" in m and "owner_layout=owners" in m for m in messages)

@@ -108,8 +108,8 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
     axes = [mesh.axis_index(axis) for axis in placements.dp_axes]
     if axes != list(range(mesh.ndim)):
         raise ValueError(
-            f"fully_shard: dp_axes {placements.dp_axes} must be all axes of {mesh}, in order; pass the data-parallel part of"
-            " the mesh (DeviceMesh slicing: mesh['dp'])"
+            f"fully_shard: dp_axes {placements.dp_axes} must be all axes of {mesh}, in order; pass the data-parallel part"
+            " of the mesh (DeviceMesh slicing: mesh['dp'])"
         )
     for axis, name in enumerate(mesh.axis_names):
         optimizer = placements.optimizer[axis]
@@ -118,13 +118,14 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
             raise ValueError(f"{where}: main weights are values, not terms of a sum; optimizer cannot be {optimizer!r}")
         if placements.parameter[axis] not in (optimizer, Replicate()):
             raise ValueError(
-                f"{where}: parameter is {placements.parameter[axis]!r}, expected {optimizer!r} as the optimizer has it, or"
-                " Replicate(): parameters are gathered from the main weights"
+                f"{where}: parameter is {placements.parameter[axis]!r}, expected {optimizer!r} as the optimizer has it,"
+                " or Replicate(): parameters are gathered from the main weights"
             )
         gradient = placements.gradient[axis]
         if gradient != optimizer and not isinstance(gradient, (Replicate, Partial)):
             raise ValueError(
-                f"{where}: gradient is {gradient!r}, expected {optimizer!r}: gradients leave as the optimizer takes them"
+                f"{where}: gradient is {gradient!r}, expected {optimizer!r}: gradients leave as the optimizer takes"
+                " them"
             )
     kinds: set[Placement] = {placement for placement in placements.optimizer if isinstance(placement, Shard)}
     if len(kinds) > 1:
@@ -154,6 +155,7 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
     context, layout = choices.context, _layout(group, mesh, placements, choices)
     param_dtype = context.param_dtype if context.param_dtype and group.dtype.is_floating_point else group.dtype
     return Bound(
+        key=group.key,
         spec=BufferSpec(mesh, placements.optimizer, layout),
         resting=BufferSpec(mesh, placements.parameter, layout),
         main_dtype=group.dtype,
@@ -177,9 +179,7 @@ def _layout(group: Group, mesh: Mesh, placements: Placements, choices: _Choices)
         return build_for_tensor_atomic(shapes, count, tensor_owners=owners)
     block_size = shard.block_size if isinstance(shard, BlockAtomic) else 1
     try:
-        return build_row_atomic_layout(
-            shapes, count, block_size=block_size, shard_layout=choices.context.shard_layout
-        )
+        return build_row_atomic_layout(shapes, count, block_size=block_size, shard_layout=choices.context.shard_layout)
     except ValueError as error:
         error.add_note(f"in group {group.key!r}, whose tensors are {[entry.name for entry in group.entries]}")
         raise

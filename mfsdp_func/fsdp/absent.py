@@ -7,7 +7,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-_LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "ndimension", "__repr__"}
+_LOOKS = {
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "ndimension",
+    "__repr__",
+}
 
 
 class AbsentParameter(torch.Tensor):
@@ -42,12 +52,12 @@ class AbsentParameter(torch.Tensor):
 
 
 def copy_without_parameters(module: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy of a module, buffers included, with `AbsentParameter`s in the place of parameters: no weight is copied."""
+    """A deep copy of a module, buffers included, with `AbsentParameter`s in the place of parameters."""
     for name, sub in module.named_modules():
         if isinstance(sub, FSDPModule):
             raise TypeError(
-                f"fully_shard: module {name!r} is sharded by torch.distributed.fsdp already, and cannot be copied; pass a"
-                " module that is not (on the meta device will do), and these values by"
+                f"fully_shard: module {name!r} is sharded by torch.distributed.fsdp already, and cannot be copied; pass"
+                " a module that is not (on the meta device will do), and these values by"
                 " apply.from_dtensors(dict(module.named_parameters()))"
             )
     memo: dict[int, Any] = {}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +19,7 @@ class Bound:
     """A group bound to a mesh.
 
     Attributes:
+        key: the group's.
         spec: of the main weights, and of their gradients.
         resting: of what units gather from: the main weights, or a copy that is less sharded and kept for a whole pass.
         main_dtype: of the main weights, and of their gradients.
@@ -29,6 +30,7 @@ class Bound:
         deterministic: see `FsdpContext`.
     """
 
+    key: str
     spec: BufferSpec
     resting: BufferSpec
     main_dtype: torch.dtype
@@ -149,7 +151,7 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.bound, _, accumulator = inputs
-        ctx.accumulates = accumulator is not None
+        ctx.accumulates, ctx.device = accumulator is not None, output.device
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -162,7 +164,7 @@ class Kept(torch.autograd.Function):
             return ctx.bound.gather_averaging(of_shard).local_buffer
         if of_accumulator is not None:
             return of_accumulator.to(ctx.bound.param_dtype)
-        return torch.zeros(ctx.bound.whole.local_numel, dtype=ctx.bound.param_dtype)
+        return torch.zeros(ctx.bound.whole.local_numel, dtype=ctx.bound.param_dtype, device=ctx.device)
 
     @staticmethod
     def vmap(
@@ -186,24 +188,29 @@ def with_gradient_to(full: torch.Tensor, accumulator: torch.Tensor) -> torch.Ten
 
 
 class GatherCache:
-    """Gathers in flight, by the tensor that they read."""
+    """Gathers in flight, by the group and the tensor that they read."""
 
     def __init__(self) -> None:
         # The source is kept with its gather: a new one at the same address must not be taken for it.
-        self._entries: dict[tuple[int, int, int], tuple[DBuffer, Token, torch.Tensor]] = {}
+        self._entries: dict[_Identity, tuple[DBuffer, Token, torch.Tensor]] = {}
 
     def start(self, bound: Sequence[Bound], sources: Sequence[torch.Tensor]) -> None:
         """Start gathering; nothing where it is under way already."""
         for group, source in zip(bound, sources, strict=True):
-            if _identity(source) not in self._entries:
-                self._entries[_identity(source)] = (*group.start_gather(source), source)
+            if _identity(group, source) not in self._entries:
+                self._entries[_identity(group, source)] = (*group.start_gather(source), source)
 
     def take(self, bound: Bound, source: torch.Tensor) -> DBuffer:
         """The whole buffer of a source, waited for."""
-        if (entry := self._entries.pop(_identity(source), None)) is None:
+        if (entry := self._entries.pop(_identity(bound, source), None)) is None:
             return bound.gather(source)
         entry[1].wait()
         return entry[0]
+
+    @property
+    def in_flight(self) -> int:
+        """Number of gathers that nobody has waited for."""
+        return sum(not all(work.done for work in token.pending) for _, token, _ in self._entries.values())
 
     def drop(self) -> None:
         """Wait for gathers that nobody took (the order of units has changed), and forget them."""
@@ -212,5 +219,9 @@ class GatherCache:
         self._entries.clear()
 
 
-def _identity(source: torch.Tensor) -> tuple[int, int, int]:
-    return source.data_ptr(), source.numel(), source._version
+_Identity: TypeAlias = tuple[str, int, int]
+
+
+def _identity(bound: Bound, source: torch.Tensor) -> _Identity:
+    # All ranks must find the same, so what differs on one alone does not count: empty sources all have one address.
+    return bound.key, source.data_ptr(), source._version

@@ -35,6 +35,7 @@ def call_in_graph(
     method: str,
     key: str,
     buffers: Sequence[torch.Tensor],
+    frozen: Mapping[str, DBuffer],
     trees: Sequence[Mapping[str, DBuffer]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -45,13 +46,15 @@ def call_in_graph(
         method: name of the method that runs eagerly.
         key: of the module.
         buffers: the module's own buffers, as inputs of the graph.
+        frozen: the module's frozen parameters, likewise.
         trees: the arguments that are dicts of `DBuffer`s.
         args: other arguments: tensors and constants, in tuples, lists and dicts.
         kwargs: likewise.
     """
-    names = tuple([tuple(tree) for tree in trees])
-    specs = tuple([tuple([buffer.spec.key for buffer in tree.values()]) for tree in trees])
-    locals_ = [[buffer.local_buffer for buffer in tree.values()] for tree in trees]
+    given = [frozen, *trees]
+    names = tuple([tuple(tree) for tree in given])
+    specs = tuple([tuple([buffer.spec.key for buffer in tree.values()]) for tree in given])
+    locals_ = [[buffer.local_buffer for buffer in tree.values()] for tree in given]
     leaves = list(_in_graph(method, key, names, specs, locals_, list(buffers), args, kwargs))
     return _rebuilt(_structure(method, key), leaves)
 
@@ -102,11 +105,11 @@ def _in_graph(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
     module = _MODULES[key]
-    trees = [
+    frozen, *trees = [
         {n: DBuffer(BufferSpec.from_key(s), t) for n, s, t in zip(*tree, strict=True)}
         for tree in zip(names, specs, locals_, strict=True)
     ]
-    with module.traced(buffers):
+    with module.traced(buffers, frozen):
         result = getattr(module, method)(*trees, *args, **kwargs)
     leaves, structure = pytree.tree_flatten(result)
     if wrong := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]:

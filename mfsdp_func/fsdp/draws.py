@@ -53,8 +53,8 @@ class Replayed(TorchDispatchMode):
             return func(*args, **kwargs)
         if (before := next(self._operators, "nothing")) != str(func):
             raise RuntimeError(
-                f"apply in a compiled region: {func} draws random numbers where {before} did in the forward pass, so the"
-                " same cannot be given again; switch dropout off (apply.eval()), or call apply eagerly"
+                f"apply in a compiled region: {func} draws random numbers where {before} did in the forward pass, so"
+                " the same cannot be given again; switch dropout off (apply.eval()), or call apply eagerly"
             )
         if func is _NATIVE_DROPOUT:
             mask = next(self._draws)
@@ -73,8 +73,8 @@ class Refused(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _draws(func, args, kwargs or {}):
             raise NotImplementedError(
-                f"apply in a compiled region: {func} draws random numbers under vmap, and the backward pass could not draw"
-                " the same again; switch dropout off (apply.eval()), or leave vmap or the compiled region out"
+                f"apply in a compiled region: {func} draws random numbers under vmap, and the backward pass could not"
+                " draw the same again; switch dropout off (apply.eval()), or leave vmap or the compiled region out"
             )
         return func(*args, **(kwargs or {}))
 

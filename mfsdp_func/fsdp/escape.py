@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -85,9 +86,9 @@ class _Watch(TorchFunctionMode):
             for tensor in _tensors((args, kwargs)):
                 if self._is_foreign(tensor):
                     raise Escape(
-                        f"unit {self._label!r} computes with a differentiable tensor of shape {tuple(tensor.shape)} that"
-                        f" is neither its parameter nor among its arguments. {_REMEDY} Pass it as an argument, detach"
-                        " it, or name a unit around both modules: fully_shard(units=...)"
+                        f"unit {self._label!r} computes with a differentiable tensor of shape {tuple(tensor.shape)}"
+                        f" that is neither its parameter nor among its arguments. {_REMEDY} Pass it as an argument,"
+                        " detach it, or name a unit around both modules: fully_shard(units=...)"
                     )
         results = func(*args, **(kwargs or {}))
         for tensor in _tensors(results):
@@ -104,8 +105,8 @@ class _Watch(TorchFunctionMode):
         self._made.append(self._known[id(tensor)])
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return torch._C._functorch.peek_interpreter_stack() is None
+        if _functorch.is_functorch_wrapped_tensor(tensor):
+            return _functorch.peek_interpreter_stack() is None
         if not tensor.requires_grad or self._knows(tensor):
             return False
         if self._comes_from_leaves(tensor):  # by an operation that no function mode sees, as autograd.Function.apply

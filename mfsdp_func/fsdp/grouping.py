@@ -153,7 +153,8 @@ def resolve_names(module: nn.Module, given: Iterable[str | nn.Parameter], what: 
         if param is None or id(param) not in own:
             shown = repr(key) if isinstance(key, str) else f"of shape {tuple(key.shape)}"
             raise ValueError(
-                f"fully_shard: {what} has a parameter {shown} that {type(module).__name__} has not; see named_parameters()"
+                f"fully_shard: {what} has a parameter {shown} that {type(module).__name__} has not; see"
+                " named_parameters()"
             )
         found.append(param)
     return found
@@ -171,7 +172,8 @@ def resolve_owners(module: nn.Module, parameter_to_owner: Mapping[str | nn.Param
         if owners.setdefault(id(param), owner) != owner:
             shown = key if isinstance(key, str) else tuple(key.shape)
             raise ValueError(
-                f"fully_shard: parameter {shown!r} is given the owners {owners[id(param)]} and {owner}; tied names share one"
+                f"fully_shard: parameter {shown!r} is given the owners {owners[id(param)]} and {owner}; tied names"
+                " share one"
             )
     return owners
 

@@ -1,6 +1,7 @@
 """Parameters as DTensors, and DTensors as parameters: what an FSDP2 model holds, by at most one exchange per tensor."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,13 +49,13 @@ def group_from_dtensors(bound: Bound, names: Sequence[str], tensors: Sequence[to
     local = torch.zeros(bound.spec.local_numel, dtype=bound.main_dtype, device=tensors[0].device)
     buffer = DBuffer(BufferSpec(mesh, bound.spec.placements, layout), local)
     for i, (tensor, shape) in enumerate(zip(tensors, bound.shapes, strict=True)):
-        given = tensor.detach()
+        given = cast(DTensor, tensor.detach())
         if not shape:
-            part = given.to_local().reshape(1)[: buffer.get_local_part(i).numel]  # pyright: ignore[reportAttributeAccessIssue]
+            part = given.to_local().reshape(1)[: buffer.get_local_part(i).numel]
         elif axes:
-            part = from_dtensor(given, chunk_plan(mesh, axes, layout, i).transpose)  # pyright: ignore[reportArgumentType]
+            part = from_dtensor(given, chunk_plan(mesh, axes, layout, i).transpose)
         else:
-            part = given.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            part = given.to_local()
         buffer.get_tensor_view(i).copy_(part.view_as(buffer.get_tensor_view(i)))
     return DBuffer(bound.spec, local)
 

@@ -1,5 +1,4 @@
-"""Running a module again as it ran before: the same random states, autocast, modes and buffers; and without its own
-parameters."""
+"""Running a module as it ran before (random states, autocast, modes, buffers), and on parameters not its own."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
 
 
 def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
@@ -29,23 +27,21 @@ class Ambient:
 
     Attributes:
         device: of the tensors.
-        random: random states of CPU and, for tensors on CUDA, of their device; none where a compiler traces.
+        random: random states of the CPU and, for tensors on CUDA, of their device; None where a compiler traces.
         autocast: dtype of `torch.autocast`; None where it is off.
     """
 
     device: torch.device
-    random: tuple[torch.Tensor, ...]
+    random: tuple[torch.Tensor, torch.Tensor | None] | None
     autocast: torch.dtype | None
 
     @classmethod
     def current(cls, tensors: Sequence[torch.Tensor]) -> "Ambient":
         """As it is now, for a computation on `tensors`."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        random: tuple[torch.Tensor, ...] = ()
+        random = None
         if not is_traced(tensors):
-            random = (torch.get_rng_state(),)
-            if device.type == "cuda":
-                random += (torch.cuda.get_rng_state(device),)
+            random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         enabled = torch.is_autocast_enabled(device.type)
         return cls(device, random, torch.get_autocast_dtype(device.type) if enabled else None)
 
@@ -53,12 +49,12 @@ class Ambient:
     def restored(self) -> Generator[None, None, None]:
         """Compute under it; what is there now comes back."""
         with ExitStack() as stack:
-            if self.random:
-                devices = [self.device] if len(self.random) > 1 else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.set_rng_state(self.random[0])
-                if devices:
-                    torch.cuda.set_rng_state(self.random[1], self.device)
+            if self.random is not None:
+                cpu, cuda = self.random
+                stack.enter_context(torch.random.fork_rng([] if cuda is None else [self.device]))
+                torch.set_rng_state(cpu)
+                if cuda is not None:
+                    torch.cuda.set_rng_state(cuda, self.device)
             enabled = self.autocast is not None
             if enabled or torch.is_autocast_enabled(self.device.type):
                 stack.enter_context(torch.autocast(self.device.type, self.autocast, enabled))

@@ -1,4 +1,4 @@
-"""The pure `apply` of `fully_shard`: the module's own forward, with each unit gathering its parameters while it runs."""
+"""The pure `apply` of `fully_shard`: a module's forward, in which each unit gathers its parameters while it runs."""
 
 import functools
 import uuid
@@ -19,6 +19,7 @@ from mfsdp_func.fsdp.compiled import call_in_graph, register
 from mfsdp_func.fsdp.grouping import Group, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
+
 
 class ShardedModule:
     """A module as a pure function of its sharded parameters: ``apply(sharded_params, *args, **kwargs)``.
@@ -65,7 +66,9 @@ class ShardedModule:
         self._changing: dict[int, frozenset[str]] = {}
         self._watched: set[int] = set()
         self._key = uuid.uuid4().hex
-        self._buffer_places = [(sub._buffers, leaf) for sub in skeleton.modules() for leaf in sub._buffers]
+        self._buffer_places: list[tuple[dict[str, Any], str]] = [
+            (sub._buffers, leaf) for sub in skeleton.modules() for leaf, b in sub._buffers.items() if b is not None
+        ]
         register(self._key, self)
         self._current: ContextVar[Pass | None] = ContextVar("mfsdp_func_apply", default=None)
         for n, unit in enumerate(self.units):
@@ -93,7 +96,7 @@ class ShardedModule:
         return self
 
     def eval(self) -> "ShardedModule":
-        """``train(False)``"""
+        """The same as ``train(False)``."""
         return self.train(False)
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
@@ -117,7 +120,8 @@ class ShardedModule:
 
         Add up the gradients of several micro-batches, then reduce them once:
 
-            gradient = torch.func.grad(lambda a: loss(apply.accumulate(params, a, batch)))(apply.init_accumulator(params))
+            zeros = apply.init_accumulator(params)
+            gradient = torch.func.grad(lambda zeros: loss(apply.accumulate(params, zeros, batch)))(zeros)
             gradients = apply.reduce(gradient)
         """
         if torch.compiler.is_dynamo_compiling():
@@ -185,8 +189,8 @@ class ShardedModule:
         expected = {key: bound for key, bound in self.bound.items() if bound.trainable}
         if set(given) != set(expected):
             raise ValueError(
-                f"apply: {what} has buffers {sorted(given)}, expected {sorted(expected)}; pass what fully_shard returned,"
-                " or buffers like them"
+                f"apply: {what} has buffers {sorted(given)}, expected {sorted(expected)}; pass what fully_shard"
+                " returned, or buffers like them"
             )
         for key, bound in expected.items():
             buffer, spec = given[key], bound.average if accumulates else bound.spec
@@ -204,15 +208,18 @@ class ShardedModule:
                     " weights, and FsdpContext(param_dtype=...) the one to compute in"
                 )
 
-    def _call_in_graph(self, method: str, trees: Sequence[Params], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_in_graph(
+        self, method: str, trees: Sequence[Params], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         buffers = [owner[leaf] for owner, leaf in self._buffer_places]
-        return call_in_graph(method, self._key, buffers, trees, args, kwargs)
+        return call_in_graph(method, self._key, buffers, self.frozen_params, trees, args, kwargs)
 
     @contextmanager
-    def traced(self, buffers: Sequence[torch.Tensor]) -> Generator[None, None, None]:
-        """Run as part of a graph, in which module buffers are inputs; no gather is in flight."""
+    def traced(self, buffers: Sequence[torch.Tensor], frozen: Params) -> Generator[None, None, None]:
+        """Run as part of a graph, whose inputs are module buffers and frozen parameters; no gather is in flight."""
         before = [owner[leaf] for owner, leaf in self._buffer_places]
         cache, self._cache = self._cache, None
+        kept, self.frozen_params = self.frozen_params, dict(frozen)
         try:
             for (owner, leaf), buffer in zip(self._buffer_places, buffers, strict=True):
                 owner[leaf] = buffer
@@ -220,11 +227,11 @@ class ShardedModule:
             for (owner, leaf), buffer in zip(self._buffer_places, buffers, strict=True):
                 if owner[leaf] is not buffer:
                     raise RuntimeError(
-                        f"apply in a compiled region: the module assigns a new tensor to its buffer {leaf!r}; write into"
-                        " the buffer (copy_), or call apply eagerly"
+                        f"apply in a compiled region: the module assigns a new tensor to its buffer {leaf!r}; write"
+                        " into the buffer (copy_), or call apply eagerly"
                     )
         finally:
-            self._cache = cache
+            self._cache, self.frozen_params = cache, kept
             for (owner, leaf), buffer in zip(self._buffer_places, before, strict=True):
                 owner[leaf] = buffer
 

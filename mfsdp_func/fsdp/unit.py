@@ -9,10 +9,11 @@ go through the same computation written with differentiable operations.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch._C import _functorch  # pyright: ignore[reportPrivateUsage]
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from mfsdp_func.dbuffer import DBuffer
@@ -68,8 +69,8 @@ class UnitCall:
     """Whether that was done."""
     ambient: Ambient | None = None
     """Of the forward pass, for the same dropout masks in the backward one; known once it has run."""
-    outputs: int = 0
-    """Number of tensor outputs, likewise."""
+    outputs: tuple[bool, ...] = ()
+    """Of each tensor output, likewise: whether it has gradients."""
     draws: int = 0
     """Number of random tensors that follow the outputs, likewise: in compiled code, which has no random state."""
     drawn: Sequence[str] = ()
@@ -77,59 +78,54 @@ class UnitCall:
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
-        groups = len(self.bound)
-        counts = (groups, groups * self.accumulate, groups * self.apart, len(self.following), len(self.preceding))
-        parts: list[Tensors] = []
-        start = 0
-        for count in counts:
-            parts.append(tuple(tensors[start : start + count]))
-            start += count
-        if not self.apart:
-            parts[2] = parts[0]
-        return Parts(*parts, tuple(tensors[start:]))
+        given, groups = iter(tensors), len(self.bound)
+        shards = tuple(islice(given, groups))
+        accumulators = tuple(islice(given, groups if self.accumulate else 0))
+        sources = tuple(islice(given, groups)) if self.apart else shards
+        following, preceding = tuple(islice(given, len(self.following))), tuple(islice(given, len(self.preceding)))
+        return Parts(shards, accumulators, sources, following, preceding, tuple(given))
 
     def gather(self, parts: Parts) -> list[list[torch.Tensor]]:
         """The parameters of all groups, from where they rest."""
         take = Bound.gather if self.cache is None else self.cache.take
         return [b.params(take(b, source)) for b, source in zip(self.bound, parts.sources, strict=True)]
 
-    def gather_averaging(self, parts: Parts) -> list[list[torch.Tensor]]:
-        """The parameters of all groups, differentiable with respect to the shards of the main weights."""
-        return [b.params(b.gather_averaging(shard)) for b, shard in zip(self.bound, parts.shards, strict=True)]
+    def gather_tracked(self, parts: Parts) -> list[list[torch.Tensor]]:
+        """The parameters of all groups, differentiable with respect to shards of main weights, or accumulators."""
+        wholes = [b.gather_averaging(shard) for b, shard in zip(self.bound, parts.shards, strict=True)]
+        if self.accumulate:
+            pairs = zip(wholes, parts.accumulators, strict=True)
+            wholes = [DBuffer(w.spec, with_gradient_to(w.local_buffer, accumulator)) for w, accumulator in pairs]
+        return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The unit's outputs, with the next unit's gather in flight."""
         parts = self.split(tensors)
-        full = self.gather(parts)
-        if self.cache is not None:
-            self.cache.start(self.following, parts.following)
-        return self.run(full, list(parts.inputs))
+        return self.run(self._gather_in_order(parts), list(parts.inputs))
 
     def forward_to_repeat(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """The same, as something that will run again in the backward pass."""
-        parts = self.split(tensors)
-        full = self.gather(parts)
-        if self.cache is not None:
-            self.cache.start(self.following, parts.following)
+        """The same, as something that will run again in the backward pass; and what it has drawn."""
+        parts, traced = self.split(tensors), is_traced(tensors)
+        full = self._gather_in_order(parts)
         self.ambient = Ambient.current(tensors)
         versions = [tensor._version for tensor in parts.inputs]
-        traced, draws = is_traced(tensors), list[torch.Tensor]()
         if self.watched and _functorch.peek_interpreter_stack() is None and get_proxy_mode() is None:
             outputs = run_watched(self.label, self.run, full, parts.inputs)
             self.was_watched = True
-        elif not traced:
-            outputs = self.run(full, list(parts.inputs))
+        else:
+            outputs = [] if traced else self.run(full, list(parts.inputs))
+        draws: list[torch.Tensor] = []
         if traced:
             with Recorded() as recorded:
                 outputs, _ = self._vjp(full, parts.inputs)  # as in the backward pass, so that operators are the same
             draws, self.drawn = recorded.draws, recorded.operators
         if versions != [tensor._version for tensor in parts.inputs]:
             raise changed_in_place(self.label)
-        self.outputs, self.draws = len(outputs), len(draws)
+        self.outputs, self.draws = tuple(map(is_differentiable, outputs)), len(draws)
         if traced:
             return (*unit_boundary(outputs), *draws)
         # An output may be an input, or a view of a parameter: Functions return new tensors.
-        return (*(output.clone() if _aliases(output, tensors) else output for output in outputs), *draws)
+        return tuple(output.clone() if _aliases(output, tensors) else output for output in outputs)
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """The unit's outputs by differentiable operations, with full parameters kept as autograd likes.
@@ -139,11 +135,7 @@ class UnitCall:
         """
         count = len(tensors) - self.draws
         parts = self.split(tensors[:count])
-        wholes = [b.gather_averaging(shard) for b, shard in zip(self.bound, parts.shards, strict=True)]
-        if self.accumulate:
-            pairs = zip(wholes, parts.accumulators, strict=True)
-            wholes = [DBuffer(w.spec, with_gradient_to(w.local_buffer, accumulator)) for w, accumulator in pairs]
-        full = [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
+        full = self.gather_tracked(parts)
         if self.ambient is None:  # the forward pass itself, under `vmap`
             self.ambient = Ambient.current(tensors)
             mode = Refused() if is_traced(tensors) else nullcontext()
@@ -151,18 +143,20 @@ class UnitCall:
             mode = self._again(tensors[count:])
         with mode:
             outputs = tuple(self.run(full, list(parts.inputs)))
-        self.outputs = len(outputs)
+        self.outputs = tuple(map(is_differentiable, outputs))
         return outputs
 
-    def differentiate(self, tensors: Sequence[torch.Tensor], gather: Callable[[Parts], list[list[torch.Tensor]]]) -> Tensors:
+    def differentiate(
+        self, tensors: Sequence[torch.Tensor], gather: Callable[[Parts], list[list[torch.Tensor]]]
+    ) -> Tensors:
         """Gradients of trainable shards (or accumulators) and floating-point inputs.
 
         Args:
-            tensors: ``(*tensors of the call, *cotangents of the outputs, *draws)``.
+            tensors: ``(*tensors of the call, *cotangents of the outputs that have gradients, *draws)``.
             gather: gives the parameters of all groups.
         """
-        cotangents, draws = tensors[self._count(tensors) :][: self.outputs], tensors[len(tensors) - self.draws :]
-        parts = self.split(tensors[: self._count(tensors)])
+        count, end = self._count(tensors), len(tensors) - self.draws
+        parts, cotangents, draws = self.split(tensors[:count]), tensors[count:end], tensors[end:]
         full = gather(parts)
         with self._again(draws):
             _, pull = self._vjp(full, parts.inputs)
@@ -175,37 +169,51 @@ class UnitCall:
             return (*flat, *d_inputs)
         return (*(bound.reduce(gradient) for bound, gradient in zip(trainable, flat, strict=True)), *d_inputs)
 
+    def _gather_in_order(self, parts: Parts) -> list[list[torch.Tensor]]:
+        full = self.gather(parts)
+        if self.cache is not None:
+            self.cache.start(self.following, parts.following)
+        return full
+
     def _count(self, tensors: Sequence[torch.Tensor]) -> int:
         """Number of tensors of the call, which cotangents and draws follow."""
-        return len(tensors) - self.outputs - self.draws
+        return len(tensors) - sum(self.outputs) - self.draws
 
     @contextmanager
     def _again(self, draws: Sequence[torch.Tensor]) -> Generator[None, None, None]:
         """Run as the forward pass ran."""
-        with self.ambient.restored() if self.ambient else nullcontext(), Replayed(draws, self.drawn) if draws else nullcontext():
+        with (
+            self.ambient.restored() if self.ambient else nullcontext(),
+            Replayed(draws, self.drawn) if draws else nullcontext(),
+        ):
             yield
 
-    def _vjp(self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> tuple[Tensors, Callable[..., Any]]:
+    def _vjp(
+        self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
         """Outputs, and what gives the gradients of all trainable parameters and floating-point inputs."""
 
-        def run(trainable: list[list[torch.Tensor]], floats: list[torch.Tensor]) -> Tensors:
+        def run(trainable: list[list[torch.Tensor]], floats: list[torch.Tensor]) -> tuple[Tensors, Tensors]:
             params, values = iter(trainable), iter(floats)
-            return tuple(
-                self.run(
-                    [next(params) if b.trainable else kept for b, kept in zip(self.bound, full, strict=True)],
-                    [next(values) if is_differentiable(i) else i for i in inputs],
-                )
+            outputs = self.run(
+                [next(params) if b.trainable else kept for b, kept in zip(self.bound, full, strict=True)],
+                [next(values) if is_differentiable(i) else i for i in inputs],
             )
+            self.outputs = tuple(map(is_differentiable, outputs))
+            return _divided(outputs)
 
-        return torch.func.vjp(
+        floats, pull, others = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
             run,
             [params for bound, params in zip(self.bound, full, strict=True) if bound.trainable],
             [tensor for tensor in inputs if is_differentiable(tensor)],
+            has_aux=True,
         )
+        parts = iter(floats), iter(others)
+        return [next(parts[0] if has_gradient else parts[1]) for has_gradient in self.outputs], pull
 
 
 class _Forward(torch.autograd.Function):
-    """``(call, *tensors) -> outputs``"""
+    """``(call, *tensors) -> (*outputs, *draws)``."""
 
     @staticmethod
     def forward(call: UnitCall, *tensors: torch.Tensor) -> Tensors:
@@ -224,7 +232,8 @@ class _Forward(torch.autograd.Function):
         count = len(ctx.saved_tensors) - call.draws
         tensors, draws = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         parts = call.split(tensors)
-        gradients = iter(_Backward.apply(call, *tensors, *cotangents[: call.outputs], *draws))
+        used = [c for c, has_gradient in zip(cotangents, call.outputs, strict=False) if has_gradient]
+        gradients = iter(_Backward.apply(call, *tensors, *used, *draws))
         of_groups = [next(gradients) if bound.trainable else None for bound in call.bound]
         nothing = [None] * len(call.bound)
         of_weights = [*nothing, *of_groups] if call.accumulate else of_groups
@@ -233,10 +242,16 @@ class _Forward(torch.autograd.Function):
         return (None, *of_weights, *of_others, *of_inputs)
 
     @staticmethod
-    def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Tensors:
+    def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: UnitCall = ctx.call
         draws = ctx.saved_tensors[len(tangents) :]
-        moved = _pushforward(ctx.call.compute, ctx.saved_tensors, (*tangents, *[None] * len(draws)))
-        return (*moved, *map(torch.zeros_like, draws))
+
+        def floats(tensors: Sequence[torch.Tensor]) -> Tensors:
+            return _divided(call.compute(tensors))[0]
+
+        moved = iter(_pushforward(floats, ctx.saved_tensors, (*tangents, *[None] * len(draws))))
+        known = [next(moved) if has_gradient else None for has_gradient in call.outputs]
+        return (*known, *(torch.zeros_like(d) if is_differentiable(d) else None for d in draws))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, *tensors: torch.Tensor) -> Any:
@@ -244,7 +259,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """``(call, *tensors, *cotangents) -> gradients`` of trainable groups (shards or accumulators) and inputs"""
+    """``(call, *tensors, *cotangents, *draws) -> gradients``, of trainable groups and floating-point inputs."""
 
     @staticmethod
     def forward(call: UnitCall, *tensors: torch.Tensor) -> Tensors:
@@ -264,7 +279,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         function, floats = _of_floats(_differentiate_again(ctx.call), ctx.saved_tensors)
-        _, pull = torch.func.vjp(function, *floats)
+        _, pull = torch.func.vjp(function, *floats)  # pyright: ignore[reportAssignmentType]
         gradients = iter(pull(tuple(cotangents)))
         return (None, *(next(gradients) if is_differentiable(tensor) else None for tensor in ctx.saved_tensors))
 
@@ -282,11 +297,11 @@ def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked and is_untransformed():
         return call.forward(tensors)
-    return _Forward.apply(call, *tensors)[: call.outputs]
+    return _Forward.apply(call, *tensors)[: len(call.outputs)]
 
 
 def _differentiate_again(call: UnitCall) -> Callable[[Sequence[torch.Tensor]], Tensors]:
-    return lambda tensors: call.differentiate(tensors, call.gather_averaging)
+    return lambda tensors: call.differentiate(tensors, call.gather_tracked)
 
 
 def _pushforward(
@@ -321,9 +336,14 @@ def _vmapped(
     in_dims: Sequence[int | None],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Tensors, tuple[int, ...]]:
-    mapped = torch.func.vmap(lambda *args: function(args), tuple(in_dims), randomness=info.randomness)
+    mapped = torch.func.vmap(lambda *args: function(args), tuple(in_dims), randomness=info.randomness)  # pyright: ignore[reportArgumentType]
     outputs = mapped(*tensors)
     return outputs, (0,) * len(outputs)
+
+
+def _divided(tensors: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+    """Those that have gradients, and the others."""
+    return tuple(t for t in tensors if is_differentiable(t)), tuple(t for t in tensors if not is_differentiable(t))
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

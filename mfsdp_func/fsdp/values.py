@@ -1,4 +1,4 @@
-"""The full values of a module's parameters and buffers, one owning module at a time, also where it is on the meta device."""
+"""Full values of a module's parameters and buffers, one owning module at a time, on the meta device too."""
 
 import copy
 import hashlib
@@ -23,7 +23,7 @@ class Values:
     def parameter(self, entry: Entry) -> torch.Tensor:
         """The value of one parameter. Communicates where that is a DTensor."""
         if isinstance(entry.param, DTensor):
-            return entry.param.detach().full_tensor().to(self._device)
+            return entry.param.full_tensor().detach().to(self._device)
         if not entry.param.is_meta:
             return entry.param.detach().to(self._device)
         owner, _, leaf = entry.name.rpartition(".")
@@ -51,8 +51,8 @@ class Values:
         init, reset = self._context.init, getattr(made, "reset_parameters", None)
         if init is None and reset is None:
             raise ValueError(
-                f"fully_shard: module {name!r} ({type(owner).__name__}) owns parameters or buffers on the meta device and"
-                " has no reset_parameters; pass FsdpContext(init=...), or build it on a real device"
+                f"fully_shard: module {name!r} ({type(owner).__name__}) owns parameters or buffers on the meta device"
+                " and has no reset_parameters; pass FsdpContext(init=...), or build it on a real device"
             )
         # The same values on every rank, whatever was drawn before.
         seed = self._context.seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -136,7 +136,7 @@ def muon(
             updates[i] = (-scale * direction - rate * weight_decay * param).to(param.dtype)
         return updates, MuonState(state.step + 1, means)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, whole=owner_layout is None)
 
 
 def map_on_owners(

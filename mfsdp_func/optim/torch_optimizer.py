@@ -70,6 +70,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: if a group's transformation is not a function of a learning rate, or a parameter no tensor.
+        ValueError: if a transformation needs whole tensors, as `muon` without an owner layout, and gets shards.
         ValueError: on a wrong learning rate, or as `torch.optim.Optimizer` and the transformation do.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -121,7 +122,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._mesh = self._mesh or (spec.mesh if spec else None)
         with torch.no_grad():
             made = _Group(cast("Make", make), rate, tuple(named), spec, None)
-            made = replace(made, state=made.make(rate).init(made.tensors(locals_)))
+            transformation = made.make(rate)
+            _refuse_shards(transformation, made.tensors(locals_), spec, named)
+            made = replace(made, state=transformation.init(made.tensors(locals_)))
         self._groups.append(made)
         self._publish(made, list(named.values()))
 
@@ -279,6 +282,26 @@ def _as_groups(params: GroupParams | Iterable[Mapping[str, Any]]) -> list[dict[s
     if listed and all(isinstance(group, Mapping) for group in listed):
         return [dict(group) for group in listed]
     return [{"params": listed}]
+
+
+def _refuse_shards(
+    transformation: GradientTransformation[Any],
+    tensors: Mapping[Hashable, torch.Tensor],
+    spec: BufferSpec | None,
+    params: Mapping[Hashable, torch.Tensor],
+) -> None:
+    if not transformation.whole:
+        return
+    for key, tensor in tensors.items():
+        if transformation.whole is not True and key not in transformation.whole:
+            continue
+        whole = spec.layout.tensor_shapes[cast("int", key)] if spec is not None else params[key].shape
+        if tensor.shape != whole:
+            raise ValueError(
+                f"TorchOptimizer: tensor {key!r} is a shard of shape {tuple(tensor.shape)} of {tuple(whole)}, but its"
+                " transformation needs whole tensors; give muon an owner layout:"
+                " lambda lr: muon(lr, owner_layout=owners)"
+            )
 
 
 def _by_key(given: GroupParams) -> dict[Hashable, torch.Tensor]:

@@ -27,6 +27,8 @@ class GradientTransformation(NamedTuple, Generic[State]):
 
     init: Callable[[Any], State]
     update: Callable[[Any, State, Any], tuple[Any, State]]
+    whole: bool | frozenset[Hashable] = False
+    """Whether tensors (or those of which keys) must be whole: of shards, the results would be wrong."""
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -74,7 +76,8 @@ def partition(
             states.append(new)
         return {key: updates[key] for key in params}, tuple(states)
 
-    return GradientTransformation(init, update)
+    whole = [claim if part.whole is True else part.whole or () for claim, (_, part) in zip(claims, parts, strict=True)]
+    return GradientTransformation(init, update, frozenset().union(*whole))
 
 
 def check_learning_rate(optimizer: str, learning_rate: LearningRate) -> None:

@@ -44,6 +44,8 @@ def run_cell(cell: Cell, mesh: Mesh) -> str:
         try:
             found = transform.run(Program(operation, mesh), compiler(cell.mode))
         except Exception as error:
+            # A compilation that fails inside `grad` leaves them disabled for all that follows in this thread.
+            torch._C._autograd._saved_tensors_hooks_enable()
             told = transform.refusal and transform.refusal in str(error)
             return REFUSED if told else f"raised {type(error).__name__}: {error}"
     try:

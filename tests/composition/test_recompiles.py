@@ -54,8 +54,9 @@ def run_counted(program: Callable[[Mesh], None], ranks: int = 2) -> tuple[int, d
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["owner", "buffer"])
-def test_a_step_compiles_once_per_layout(kind: str) -> None:
+def test_a_step_compiles_once_per_layout(kind: str, ranks: int) -> None:
     """Equal layouts and owners, made anew for every step, and a learning rate that changes compile nothing."""
     other = ((7, 4), (2, 6), (6, 2))
 
@@ -76,8 +77,8 @@ def test_a_step_compiles_once_per_layout(kind: str) -> None:
             token.wait()
             assert token.pending == ()
 
-    graphs, breaks = run_counted(program)
-    assert graphs == 2 * 2  # two layouts on two ranks
+    graphs, breaks = run_counted(program, ranks)
+    assert graphs == 2 * ranks  # of two layouts
     assert breaks == {}
 
 
@@ -196,6 +197,12 @@ def wrong_owner_calls(mesh: Mesh) -> dict[str, tuple[Callable[..., Any], tuple[A
         "asserted": (lambda source: gather(source, dtype=torch.float64), (shards,), "dtype=torch.float64 was asserted"),
         "owners": (gather, (shards, owners.layout), "owner_layout must be a GroupOwnerLayout"),
         "after": (lambda source: gather(source, after=[source]), (shards,), "after= takes a Token"),
+        "inplace": (
+            lambda s: mf.inplace.gather(s, s, owner_layout=owners),
+            (shards,),
+            "inplace.gather cannot run under",
+        ),
+        "made inside": (lambda s: gather(s, owners_of(mesh)), (shards,), "made inside a compiled region"),
         "pending": (lambda source, token: gather(source, after=token), (shards, pending), "call token.wait() before"),
     }
 
@@ -211,6 +218,8 @@ def wrong_buffer_calls(mesh: Mesh) -> dict[str, tuple[Callable[..., Any], tuple[
         "sum": (lambda b: b.redistribute([mf.Partial("sum")]), (buffer,), "multiply the value by the number of ranks"),
         "ints": (lambda b: b.redistribute([mf.Partial("avg")]), (ints,), "cannot be averaged"),
         "short": (lambda b: b.allgather(0), (short,), "tensor local_buffer has"),
+        "made inside": (lambda b: buffer_of(mesh), (buffer,), "made inside a compiled region"),
+        "dtensor": (lambda b: b.get_dtensor(0), (buffer,), "use get_tensor_view inside"),
         "tensor": (lambda b: b.get_tensor_view(9), (buffer,), "tensor 9 is not one of the layout's 3 tensors"),
     }
 
