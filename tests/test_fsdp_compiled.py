@@ -67,7 +67,7 @@ def test_a_whole_step(roles: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_units_are_gathered_again(backend: str) -> None:
     """One unit's whole parameters at a time, besides the held ones: counted while the compiled code runs."""
-    module, x = net(blocks=4, tie=False), cases.batches(1)[0]
+    module, x = net(blocks=3, tie=False), cases.batches(1)[0]
 
     def program(mesh: mf.Mesh) -> None:
         apply, params = mf.fully_shard(module, mesh, place(mesh, "one"))
@@ -87,7 +87,7 @@ def test_units_are_gathered_again(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout(backend: str) -> None:
     """The gradient is that of the loss with the masks that were drawn: beside differences of the loss itself."""
-    module, x = net(dropout=0.5), cases.batches(1)[0]
+    module, x = net(blocks=1, dropout=0.5), cases.batches(1)[0]
 
     def program(mesh: mf.Mesh) -> tuple[float, float]:
         apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
@@ -122,7 +122,7 @@ def test_dropout(backend: str) -> None:
 
 
 def test_accumulation_statistics_and_other_transforms() -> None:
-    module, data = net(tie=False), cases.batches(2)
+    module, data = net(blocks=1, tie=False), cases.batches(2)
 
     def program(mesh: mf.Mesh) -> None:
         apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
@@ -209,7 +209,7 @@ def test_errors_name_the_cause() -> None:
 
 def compiled_steps(rank: int, world_size: int, backend: str) -> list[float]:
     mesh = init_device_mesh("cpu", (world_size,))
-    apply, params = mf.fully_shard(net(), mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]))
+    apply, params = mf.fully_shard(net(blocks=1), mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]))
     step, init = step_of(apply)
     fast, data, losses = compiled(step, backend), cases.batches(2 * world_size)[rank::world_size], []
     ours, theirs = (params, init(params)), (params, init(params))
