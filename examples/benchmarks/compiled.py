@@ -1,6 +1,6 @@
 """A compiled step beside the eager one, and what the guards of a plan over 2,000 tensors cost.
 
-    torchrun --nproc-per-node 2 examples/benchmarks/compiled.py
+torchrun --nproc-per-node 2 examples/benchmarks/compiled.py
 """
 
 import json

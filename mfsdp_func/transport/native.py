@@ -1,6 +1,7 @@
 """The backend's own collectives, for segments of equal size. Process groups sort their ranks; results are in buffer order."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,14 @@ from mfsdp_func.transport.carrier import Call
 from mfsdp_func.transport.collectives import compact, spread
 from mfsdp_func.transport.groups import axis_groups
 
+
+def _first_of(*names: str) -> Callable[..., Any]:
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
 # Newer torch has new names for the same two collectives, and warns about the old ones.
-_all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = _first_of("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 
 _ADDED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8}
