@@ -193,14 +193,14 @@ def _results(wiring: Wiring, outputs: Sequence[torch.Tensor], options: Options) 
 # Inside a compiled region: constants come from the key of the owner layout, on which alone the compiled code guards.
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _constants(operation: str, key: str, include_own: bool) -> tuple[Any, ...]:
     owners = GroupOwnerLayout.from_key(key)
     plan = plan_of(operation, owners, include_own)
     return (remember(plan), *wiring_of(plan, owners))
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _missing_constant(operation: str, key: str, include_own: bool, given: tuple[int, ...]) -> str:
     owners = GroupOwnerLayout.from_key(key)
     plan = plan_of(operation, owners, include_own)

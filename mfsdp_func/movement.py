@@ -38,15 +38,16 @@ LinearMap: TypeAlias = Plan | Collective
 """A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""
 
 
-@singledispatch
 def allocate(
     linear: LinearMap, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
 ) -> tuple[torch.Tensor, ...]:
     """New outputs of a map, each of shape ``(numel, *batch)``, in one storage or each in its own."""
-    raise TypeError(f"no carrier runs a {type(linear).__name__}")
+    if isinstance(linear, Plan):
+        return empty_outputs(linear, dtype, device, batch, one_storage=one_storage)
+    make = torch.empty if linear.stored is None else torch.zeros
+    return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in linear.output_numels)
 
 
-@singledispatch
 def start(
     linear: LinearMap,
     carrier: Carrier,
@@ -56,45 +57,8 @@ def start(
     at_once: bool,
 ) -> Callable[[], None]:
     """Start running a map; the function returned waits for its end."""
-    raise TypeError(f"no carrier runs a {type(linear).__name__}")
-
-
-@allocate.register
-def _(
-    linear: Plan, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
-) -> tuple[torch.Tensor, ...]:
-    return empty_outputs(linear, dtype, device, batch, one_storage=one_storage)
-
-
-@start.register
-def _(
-    linear: Plan,
-    carrier: Carrier,
-    call: Call,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    at_once: bool,
-) -> Callable[[], None]:
-    return start_exchange(linear, carrier, call, inputs, outputs, at_once=at_once)
-
-
-@allocate.register
-def _(
-    linear: Collective, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
-) -> tuple[torch.Tensor, ...]:
-    make = torch.empty if linear.stored is None else torch.zeros
-    return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in linear.output_numels)
-
-
-@start.register
-def _(
-    linear: Collective,
-    carrier: Carrier,
-    call: Call,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    at_once: bool,
-) -> Callable[[], None]:
+    if isinstance(linear, Plan):
+        return start_exchange(linear, carrier, call, inputs, outputs, at_once=at_once)
     return start_collective(linear, carrier, call, inputs[0], outputs[0], at_once=at_once)
 
 

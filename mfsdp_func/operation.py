@@ -185,12 +185,12 @@ def run_traced(
     hint = said[0]
     for token in tokens:
         hint = hint or token.dtype
-    dtype = inputs[0].dtype if inputs else hint
+    dtype = getattr(inputs[0], "dtype", None) if inputs else hint
     link, *outputs = _in_graph(key, tuple(names), dtype, said[0], said[1], joined_link(tokens), *inputs)
     return outputs, Token(link, (), dtype)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _in_graph(
     key: str,
     names: tuple[object, ...],

@@ -37,7 +37,7 @@ def fact_of(
 _ERRORS = {error.__name__: error for error in (IndexError, NotImplementedError, TypeError, ValueError)}
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _constant(name: str, key: str, *args: object, **kwargs: object) -> tuple[Any, str | None, str]:
     # Dynamo takes what is raised here for an error of its own, what is raised in code that it traces for the caller's.
     try:

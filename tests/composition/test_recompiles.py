@@ -195,6 +195,7 @@ def wrong_owner_calls(mesh: Mesh) -> dict[str, tuple[Callable[..., Any], tuple[A
         ),
         "dtypes": (gather, ({**both, 0: both[0].double()}, alone), "one call moves one dtype"),
         "asserted": (lambda source: gather(source, dtype=torch.float64), (shards,), "dtype=torch.float64 was asserted"),
+        "list": (gather, ({**shards, first: [1.0]},), "must be a torch.Tensor"),
         "owners": (gather, (shards, owners.layout), "owner_layout must be a GroupOwnerLayout"),
         "after": (lambda source: gather(source, after=[source]), (shards,), "after= takes a Token"),
         "inplace": (
