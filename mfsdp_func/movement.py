@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache, singledispatch
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
