@@ -516,7 +516,8 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_padding_warns() -> None:
+    module = nn.Linear(7, 9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        on_each((4,), lambda mesh: mf.fully_shard(nn.Linear(7, 9), mesh, place(mesh, "four")))
+        on_each((4,), lambda mesh: mf.fully_shard(module, mesh, place(mesh, "four")))
     assert {warning.category for warning in caught} == {mf.PaddingWarning}

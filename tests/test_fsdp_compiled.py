@@ -222,6 +222,7 @@ def compiled_steps(rank: int, world_size: int, backend: str) -> list[float]:
 
 
 @pytest.mark.distributed
-def test_on_real_ranks(ranks2: RankPool) -> None:
-    for losses in ranks2.run(compiled_steps, 2, "inductor", timeout=180):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_on_real_ranks(backend: str, ranks2: RankPool) -> None:
+    for losses in ranks2.run(compiled_steps, 2, backend, timeout=180):
         assert losses == pytest.approx([0, 0], abs=1e-12)

@@ -421,6 +421,6 @@ def test_parameters_outside_of_their_unit() -> None:
 def test_units_by(given: str) -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 2)))
     units: Any = {"name": ["0", "1"], "module": list(module), "class": [nn.Linear]}[given]
-    apply, _ = shard(module, units=units)
+    apply, _ = shard(module, mf.Mesh(1, rank=0), units=units)
     assert list(apply.groups) == (["0.0", "1.0"] if given == "class" else ["0", "1"])
     assert apply.places == {n: (g, i) for g, group in apply.groups.items() for n, _, _, i in group.entries}
