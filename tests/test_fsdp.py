@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value
 import mfsdp_func as mf
 from mfsdp_func.optim import adamw, apply_updates
 from tests import fsdp_cases as cases
-from tests.fsdp_cases import FULL, ROLES, ROWS, WHOLE, loss_of, net, number, on_each, place
+from tests.fsdp_cases import FULL, ROLES, ROWS, WHOLE, WORDS, loss_of, net, number, on_each, place
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::mfsdp_func.PaddingWarning"),
@@ -424,6 +424,61 @@ def test_a_unit_used_twice_and_a_recurrent_one() -> None:
         for _ in range(2):
             gradients = grad(lambda p: apply(p, data[number(mesh)]))(params)
             cases.assert_same(apply.gather_parameters(gradients), expected)
+
+    on_each((2,), program)
+
+
+class Shares(nn.Module):
+    """One embedding under three names, one norm inside both layers, and what `torch.func` refuses inside of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(WORDS, 4)
+        self.encoder, self.decoder, norm = nn.Module(), nn.Module(), nn.LayerNorm(4)
+        self.encoder.words, self.decoder.words = self.shared, self.shared
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), OldFunction(), norm) for _ in range(2)])
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.encoder.words(words)
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x * self.decoder.words(words)).square().mean()
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # without setup_context
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+class OldFunction(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Tripled.apply(x)
+
+
+def test_shared_modules_and_functions_of_old() -> None:
+    torch.manual_seed(0)
+    module, data = Shares().double(), cases.batches(2)
+    for x in data:
+        (module(x) / 2).backward()
+    expected = {name: param.grad for name, param in module.named_parameters()}
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
+        assert list(apply.groups) == ["shared", "layers.0", "layers.1"]
+        assert apply.places["decoder.words.weight"] == apply.places["shared.weight"] == ("shared", 0)
+        assert apply.places["layers.1.2.bias"] == apply.places["layers.0.2.bias"]
+        x = data[number(mesh)]
+        gradients = grad(lambda params: apply(params, x))(params)
+        cases.assert_same(apply.gather_parameters(gradients), expected)
+        leaves = cases.leaves_of(params)
+        apply(leaves, x).backward()
+        plain = {key: mf.DBuffer(b.spec, b.local_buffer.grad) for key, b in leaves.items()}
+        cases.assert_same_buffers(plain, gradients)
 
     on_each((2,), program)
 

@@ -417,6 +417,19 @@ def test_parameters_outside_of_their_unit() -> None:
     on_each((2,), program)
 
 
+def test_a_module_that_is_a_unit_and_part_of_one() -> None:
+    class Owns(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.own, self.inner = nn.Parameter(torch.ones(2)), inner
+
+    inner = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"a Linear is part of '1' and is used outside of it too"):
+        shard(nn.Sequential(inner, Owns(inner)))
+    apply, _ = shard(nn.Sequential(Owns(inner), inner), mf.Mesh(1, rank=0))
+    assert list(apply.groups) == ["0"]
+
+
 @pytest.mark.parametrize("given", ["name", "module", "class"])
 def test_units_by(given: str) -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 2)))

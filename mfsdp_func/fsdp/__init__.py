@@ -46,9 +46,16 @@ def fully_shard(
       done. So it must be `optimizer`, or say `Replicate` or `Partial` where that shards: allowed, and no difference.
       (For whole gradients over several micro-batches, see `ShardedModule.accumulate`.)
 
+    A unit runs as one operation of its parameters and of the tensors among its arguments, and once more in the backward
+    pass: with the same dropout masks, autocast, modes and module buffers. It may not write into its arguments, nor keep
+    a differentiable tensor for others (`Escape`). All ranks run the same units in the same order.
+
+    `apply` also works inside ``torch.compile(fullgraph=True)``, alone or in a whole training step. Dynamo then sees one
+    call; arguments are tensors and constants in tuples, lists and dicts.
+
     Args:
         module: any module, on the meta device too; it is not changed, and may be dropped. All ranks must have the same
-            values (parameters that are DTensors are joined).
+            values (parameters that are DTensors are joined; an FSDP2 model's go in by `ShardedModule.from_dtensors`).
         mesh: the data-parallel ranks.
         placements: how parameters, gradients and main weights lie on the axes of the mesh.
         units: the modules that gather their parameters while they run: names, modules or classes; by default the
@@ -62,6 +69,7 @@ def fully_shard(
     Raises:
         ValueError: on placements that do not fit the mesh or one another, unknown units, names or owners, or a module
             on the meta device that nothing initialises.
+        TypeError: on a module that is sharded by FSDP2 already.
 
     Effects: allocates this rank's shards; a unit's full parameters exist only while it is laid out. No communication,
     but for DTensor parameters; and where the agreement check is on, ranks compare hashes of all values.
@@ -69,7 +77,7 @@ def fully_shard(
     chosen = context or FsdpContext()
     value = as_mesh(mesh)
     _check_placements(value, placements)
-    found, groups = group_parameters(module, units)
+    found, groups, places = group_parameters(module, units)
     choices = _choices(module, placements, chosen)
     device = _device(module, value, chosen)
     skeleton = copy_without_parameters(module, device)
@@ -94,6 +102,7 @@ def fully_shard(
         skeleton,
         found,
         groups,
+        places,
         bound,
         frozen,
         prefetch=chosen.prefetch,

@@ -58,7 +58,11 @@ class Unit:
     held: bool
 
 
-def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit, ...], dict[str, Group]]:
+Places: TypeAlias = dict[str, tuple[str, int]]
+"""Every name of a parameter -> its group, and its index there."""
+
+
+def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit, ...], dict[str, Group], Places]:
     """Split a module into units, and its physical parameters into groups.
 
     Units are the modules named by `units` (by default: the elements of every `nn.ModuleList`), and of the rest, each
@@ -66,13 +70,13 @@ def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit
     owns directly form a held unit. Tied parameters are found by identity: the first name owns the entry.
 
     Raises:
-        ValueError: if a unit does not exist, lies inside another, or has no parameters.
+        ValueError: if a unit does not exist, lies inside another, shares a module with another, or has no parameters.
     """
     chosen = _chosen_units(module, units)
     entries: dict[int, Entry] = {}
     members: dict[str, list[Entry]] = {}
     found: list[Unit] = []
-    for name, owner, held in _walk("", module, chosen):
+    for name, owner, held in _walk(module, chosen):
         found_names: list[tuple[str, Entry]] = []
         for path, param in owner.named_parameters(recurse=not held, remove_duplicate=False):
             if id(param) not in entries:
@@ -83,49 +87,73 @@ def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit
             found_names.append((path, entries[id(param)]))
         groups = tuple(dict.fromkeys(entry.group for _, entry in found_names))
         found.append(Unit(name, tuple(found_names), groups, held))
-    return tuple(found), {key: Group(key, tuple(group)) for key, group in members.items()}
+    groups = {key: Group(key, tuple(group)) for key, group in members.items()}
+    names = module.named_parameters(remove_duplicate=False)
+    places = {name: (entries[id(param)].group, entries[id(param)].index) for name, param in names}
+    return tuple(found), groups, places
 
 
 def _chosen_units(module: nn.Module, units: Units | None) -> dict[nn.Module, str]:
     names = {sub: name for name, sub in module.named_modules()}
     if units is None:
         lists = [sub for sub in module.modules() if isinstance(sub, nn.ModuleList)]
-        wanted = [element for sub in lists for element in sub]
-        outermost = {sub: names[sub] for sub in wanted if any(True for _ in sub.parameters())}
-        return {sub: name for sub, name in outermost.items() if not _inside(name, outermost.values())}
+        wanted = [element for sub in lists for element in sub if any(True for _ in element.parameters())]
+        inside = _inner(wanted)
+        return {sub: names[sub] for sub in wanted if sub not in inside}
     chosen: dict[nn.Module, str] = {}
     for unit in units:
         if isinstance(unit, type):
             matches = [sub for sub in module.modules() if isinstance(sub, unit)]
         else:
-            matches = [sub for sub, name in names.items() if sub is unit or name == unit]
+            every = module.named_modules(remove_duplicate=False)
+            matches = [sub for name, sub in every if sub is unit or name == unit]
         if not matches:
             raise ValueError(f"fully_shard: unit {unit!r} is no module of {type(module).__name__}; see named_modules()")
         for sub in matches:
             if not any(True for _ in sub.parameters()):
                 raise ValueError(f"fully_shard: unit {names[sub]!r} has no parameters")
             chosen[sub] = names[sub]
-    for name in chosen.values():
-        if _inside(name, chosen.values()):
+    inside = _inner(chosen)
+    for sub, name in chosen.items():
+        if sub in inside:
             raise ValueError(f"fully_shard: unit {name!r} lies inside another unit; name only one of them")
     return chosen
 
 
-def _inside(name: str, others: Iterable[str]) -> bool:
-    return any(other != name and (other == "" or name.startswith(f"{other}.")) for other in others)
+def _inner(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """All modules inside of `modules`."""
+    return {inner for module in modules for inner in module.modules() if inner is not module}
 
 
-def _walk(name: str, module: nn.Module, chosen: dict[nn.Module, str]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The units below a module, in module order: name, module, held."""
-    has_units = any(sub in chosen for sub in module.modules())
-    owns = any(True for _ in module.parameters(recurse=False))
-    if module in chosen or (owns and not has_units):
-        yield name, module, False
-        return
-    if owns:
-        yield name, module, True
-    for child_name, child in module.named_children():
-        yield from _walk(f"{name}.{child_name}".lstrip("."), child, chosen)
+def _walk(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The units of a module, in module order: name, module, held. Modules under several names are met once.
+
+    Raises:
+        ValueError: if a module would be a unit, and part of another one.
+    """
+    pending: list[tuple[str, nn.Module]] = [("", module)]
+    met, units, inside = set[nn.Module](), set[nn.Module](), _inner(chosen)
+    while pending:
+        name, sub = pending.pop()
+        if sub in met or sub in inside:
+            continue
+        met.add(sub)
+        has_units = any(inner in chosen for inner in sub.modules())
+        owns = any(True for _ in sub.parameters(recurse=False))
+        if sub not in chosen and (has_units or not owns):
+            if owns:
+                yield name, sub, True
+            pending += [(f"{name}.{leaf}".lstrip("."), child) for leaf, child in reversed(list(sub.named_children()))]
+            continue
+        inner = _inner([sub])
+        if shared := inner & units:
+            raise ValueError(
+                f"fully_shard: a {type(next(iter(shared))).__name__} is part of {name!r} and is used outside of it too;"
+                " name a module around both in units="
+            )
+        inside |= inner
+        units.add(sub)
+        yield name, sub, False
 
 
 def _group_key(unit: str, param: nn.Parameter, owner: nn.Module, held: bool) -> str:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
-from mfsdp_func.fsdp.grouping import Group, Unit
+from mfsdp_func.fsdp.grouping import Group, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
 
@@ -43,6 +43,7 @@ class ShardedModule:
         skeleton: nn.Module,
         units: Sequence[Unit],
         groups: Mapping[str, Group],
+        places: Places,
         bound: Mapping[str, Bound],
         frozen_params: Params,
         *,
@@ -52,12 +53,7 @@ class ShardedModule:
         device_mesh: DeviceMesh | None,
     ) -> None:
         self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
-        self.bound = dict(bound)
-        self.places = {
-            f"{unit.name}.{path}".lstrip("."): (entry.group, entry.index)
-            for unit in self.units
-            for path, entry in unit.names
-        }
+        self.bound, self.places = dict(bound), places
         self._device_mesh = device_mesh
         self._skeleton = skeleton
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype

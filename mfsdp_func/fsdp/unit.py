@@ -158,8 +158,9 @@ class UnitCall:
         count, end = self._count(tensors), len(tensors) - self.draws
         parts, cotangents, draws = self.split(tensors[:count]), tensors[count:end], tensors[end:]
         full = gather(parts)
+        plain = _functorch.peek_interpreter_stack() is None and not is_traced(tensors)
         with self._again(draws):
-            _, pull = self._vjp(full, parts.inputs)
+            _, pull = self._vjp_by_autograd(full, parts.inputs) if plain else self._vjp(full, parts.inputs)
         d_params, d_inputs = pull(tuple(cotangents))
         trainable = [bound for bound in self.bound if bound.trainable]
         flat = [bound.flat(gradients) for bound, gradients in zip(trainable, d_params, strict=True)]
@@ -187,6 +188,32 @@ class UnitCall:
             Replayed(draws, self.drawn) if draws else nullcontext(),
         ):
             yield
+
+    def _vjp_by_autograd(
+        self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+        """Like `_vjp`, where no transform is active: for what modules do that `torch.func` does not allow inside."""
+        params = [[p.detach().requires_grad_(b.trainable) for p in g] for b, g in zip(self.bound, full, strict=True)]
+        values = [i.detach().requires_grad_(is_differentiable(i)) for i in inputs]
+        with torch.enable_grad():
+            outputs = self.run(params, values)
+        wanted = [*(p for b, group in zip(self.bound, params, strict=True) if b.trainable for p in group)]
+        wanted += [value for value in values if value.requires_grad]
+
+        def pull(cotangents: Tensors) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+            pairs = zip(_divided(outputs)[0], cotangents, strict=True)
+            used = [(output, cotangent) for output, cotangent in pairs if output.requires_grad]
+            found = torch.autograd.grad(
+                [output for output, _ in used],
+                wanted,
+                [cotangent for _, cotangent in used],
+                materialize_grads=True,
+            )
+            each = iter(found)
+            of_params = [[next(each) for _ in g] for b, g in zip(self.bound, params, strict=True) if b.trainable]
+            return of_params, list(each)
+
+        return outputs, pull
 
     def _vjp(
         self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]
