@@ -157,13 +157,14 @@ def main() -> None:
     if "RANK" in os.environ:
         rank, size = join()
         found = measure_on_ranks(options)
-        dist.destroy_process_group()
-        if rank:
-            return
-        results["ranks"][str(size)] = found
-        if os.environ.get("MFSDP_BENCHMARK_PART"):
+        if rank == 0 and os.environ.get("MFSDP_BENCHMARK_PART"):
             (options.out / f"ranks-{size}.json").write_text(json.dumps(found))
-            return
+        dist.barrier()
+        if rank or os.environ.get("MFSDP_BENCHMARK_PART"):
+            # Not through the interpreter's exit: there, threads of FSDP2's groups have been seen to abort the process.
+            os._exit(0)
+        dist.destroy_process_group()
+        results["ranks"][str(size)] = found
     elif set(options.only) & set(RANK_SECTIONS):
         for size in options.ranks:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *sys.argv]
