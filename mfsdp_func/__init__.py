@@ -5,7 +5,7 @@ from mfsdp_func.balance import OwnerBalance, WorkGroup, balance_owner_work
 from mfsdp_func.buffer_spec import BufferSpec
 from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
 from mfsdp_func.fsdp import FsdpContext, fully_shard
-from mfsdp_func.gather_scatter import gather, plan_of, scatter
+from mfsdp_func.gather_scatter import gather, gather_coalesced, plan_of, scatter, scatter_coalesced
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
     build_for_row_atomic,
@@ -73,6 +73,7 @@ __all__ = [
     "finer_view",
     "fully_shard",
     "gather",
+    "gather_coalesced",
     "global_norm",
     "inplace",
     "intersect_ranges",
@@ -84,5 +85,6 @@ __all__ = [
     "redistribute",
     "reduce_scatter",
     "scatter",
+    "scatter_coalesced",
     "simulate",
 ]

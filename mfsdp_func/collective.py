@@ -109,6 +109,11 @@ class Collective:
         return (self.segment,) if self.kind == "reduce_scatter" else (self.whole,)
 
     @property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each tensor that this process gets: flat."""
+        return ((self.output_numels[0],),)
+
+    @property
     def takes_part(self) -> bool:
         """Whether this process exchanges anything with others."""
         return len(self.line) > 1 and self.total > 0

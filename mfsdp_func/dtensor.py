@@ -64,7 +64,7 @@ def _moved(plan: Plan, local: torch.Tensor) -> torch.Tensor:
     tokens = (Token.linked_to(local),) if local.is_floating_point() else ()
     options = check_tensors(plan, plan.tensors[: len(inputs)], inputs, local.dtype, local.device, tokens)
     outputs, token = run(plan, options, inputs, tokens, None, False)
-    return outputs[0] if outputs else local[:0] + token.link.to(local.dtype)
+    return outputs[0].reshape(-1) if outputs else local[:0] + token.link.to(local.dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from mfsdp_func.joint_plan import join_plans
 from mfsdp_func.move_operator import remember
 from mfsdp_func.movement import Options
 from mfsdp_func.operation import check_tensors, faults_reported, run, run_traced
@@ -51,7 +53,8 @@ def gather(
     Effects: sends each element that is not on its owner once, receives straight into the result; allocates the result
     and, for packed small pieces, at most a few MiB.
     """
-    return _run("gather", source, owner_layout, True, (dtype, device), (after, stream, async_op))
+    (results,), token = _run("gather", (source,), (owner_layout,), True, (dtype, device), (after, stream, async_op))
+    return results, token
 
 
 def scatter(
@@ -86,16 +89,94 @@ def scatter(
     Raises:
         KeyError, ValueError, TypeError: see `gather`.
     """
-    return _run("scatter", source, owner_layout, include_own, (dtype, device), (after, stream, async_op))
+    said, how = (dtype, device), (after, stream, async_op)
+    (results,), token = _run("scatter", (source,), (owner_layout,), include_own, said, how)
+    return results, token
+
+
+def gather_coalesced(
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    *,
+    owner_layouts: Sequence[GroupOwnerLayout],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+) -> tuple[list[dict[int, torch.Tensor]], Token]:
+    """`gather` of several groups of one mesh in one exchange: bit for bit what a call for each returns.
+
+    All messages are under way together, and small pieces of different groups share messages; where a call is mostly
+    latency, or its owners are few, that is faster than one call after the other. All results are alive together.
+
+    Args:
+        sources: one per group; see `gather`. All tensors of all groups share one dtype and device.
+        owner_layouts: one per group, all of one mesh.
+        dtype: see `gather`.
+        device: see `gather`.
+        after: see `gather`.
+        stream: see `gather`.
+        async_op: see `gather`.
+
+    Returns:
+        For each group, what `gather` returns, and one token.
+
+    Raises:
+        ValueError: if there is not one source per group, or groups lie on different meshes; and see `gather`.
+        KeyError, TypeError: see `gather`.
+
+    >>> from mfsdp_func import build_for_row_atomic, simulate
+    >>> def program(mesh):
+    ...     layout = build_for_row_atomic([(2, 2)], 2)
+    ...     owners = [GroupOwnerLayout(mesh, layout, {0: n}) for n in range(2)]
+    ...     shards = [{0: torch.full((1, 2), 2.0 * n + mesh.get_rank())} for n in range(2)]
+    ...     full, _ = gather_coalesced(shards, owner_layouts=owners)
+    ...     return [{i: tensor.tolist() for i, tensor in group.items()} for group in full]
+    >>> simulate(program, 2).results
+    {0: [{0: [[0.0, 0.0], [1.0, 1.0]]}, {}], 1: [{}, {0: [[2.0, 2.0], [3.0, 3.0]]}]}
+    """
+    return _run("gather", sources, owner_layouts, True, (dtype, device), (after, stream, async_op))
+
+
+def scatter_coalesced(
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    *,
+    owner_layouts: Sequence[GroupOwnerLayout],
+    include_own: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    after: After = (),
+    stream: AnyStream | None = None,
+    async_op: bool = False,
+) -> tuple[list[dict[int, torch.Tensor]], Token]:
+    """`scatter` of several groups of one mesh in one exchange; the transpose of `gather_coalesced`, see there.
+
+    Args:
+        sources: one per group; see `scatter`.
+        owner_layouts: one per group, all of one mesh.
+        include_own: see `scatter`.
+        dtype: see `scatter`.
+        device: see `scatter`.
+        after: see `scatter`.
+        stream: see `scatter`.
+        async_op: see `scatter`.
+
+    Returns:
+        For each group, what `scatter` returns, and one token.
+
+    Raises:
+        ValueError, KeyError, TypeError: see `gather_coalesced`.
+    """
+    return _run("scatter", sources, owner_layouts, include_own, (dtype, device), (after, stream, async_op))
 
 
 class Wiring(NamedTuple):
-    """What one rank gives and gets, as constants: tensor indices, and for results their shapes."""
+    """What one rank gives and gets of one group, as constants: tensor indices."""
 
     inputs: tuple[int, ...]
-    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    outputs: tuple[int, ...]
     empty: tuple[tuple[int, tuple[int, ...]], ...]
-    """Owned tensors without elements: results that nobody sends."""
+    """Owned tensors without elements, and their shapes: results that nobody sends."""
 
 
 def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool = True) -> Plan:
@@ -111,6 +192,19 @@ def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool = True) 
     return scatter_plan(owners, owners.name, include_own)
 
 
+def plans_of(operation: str, owners: Sequence[GroupOwnerLayout], include_own: bool) -> tuple[Plan, ...]:
+    """The plans of groups that move together.
+
+    Raises:
+        ValueError: if there is no group.
+        TypeError: see `plan_of`.
+    """
+    plans = tuple([plan_of(operation, group, include_own) for group in owners])
+    if not plans:
+        raise ValueError(f"{operation}: no owner layout was given; give at least one group")
+    return plans
+
+
 @lru_cache(maxsize=2048)
 def wiring_of(plan: Plan, owners: GroupOwnerLayout) -> Wiring:
     """See `Wiring`."""
@@ -123,49 +217,68 @@ def wiring_of(plan: Plan, owners: GroupOwnerLayout) -> Wiring:
             if not plan.shapes[i].numel() and plan.mesh.shard_index(plan.axes, owner) == me
         ]
     view = plan.local
-    return Wiring(
-        tuple(slot.tensor for slot in view.inputs),
-        tuple((slot.tensor, slot.shape) for slot in view.outputs),
-        tuple(empty),
+    return Wiring(tuple(slot.tensor for slot in view.inputs), tuple(slot.tensor for slot in view.outputs), tuple(empty))
+
+
+@lru_cache(maxsize=2048)
+def names_of(plans: tuple[Plan, ...]) -> tuple[object, ...]:
+    """How errors call the inputs: by index, and of several groups also by group."""
+    if len(plans) == 1:
+        return tuple(slot.tensor for slot in plans[0].local.inputs)
+    return tuple(
+        f"{slot.tensor} of group {plan.name or f'number {n}'}"
+        for n, plan in enumerate(plans)
+        for slot in plan.local.inputs
     )
 
 
 def _run(
     operation: str,
-    source: Mapping[int, torch.Tensor],
-    owners: GroupOwnerLayout,
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    owners: Sequence[GroupOwnerLayout],
     include_own: bool,
     said: tuple[torch.dtype | None, torch.device | str | None],
     how: tuple[After, AnyStream | None, bool],
-) -> tuple[dict[int, torch.Tensor], Token]:
+) -> tuple[list[dict[int, torch.Tensor]], Token]:
     if torch.compiler.is_compiling():
-        return _run_traced(operation, source, owners, include_own, said, how[0])
-    plan = plan_of(operation, owners, include_own)
-    with faults_reported(plan):
-        wiring = wiring_of(plan, owners)
+        return _run_traced(operation, sources, owners, include_own, said, how[0])
+    plans = plans_of(operation, owners, include_own)
+    with faults_reported(plans[0]):
+        plan = join_plans(plans)
+        wirings = tuple(map(wiring_of, plans, owners))
         tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
-        inputs = given_tensors(plan, wiring, source)
-        options = check_tensors(plan, wiring.inputs, inputs, said[0], device, tokens)
+        inputs = given_tensors(plans, wirings, sources)
+        options = check_tensors(plan, names_of(plans), inputs, said[0], device, tokens)
     outputs, token = run(plan, options, inputs, tokens, how[1], how[2])
-    return _results(wiring, outputs, options), token
+    return _results(wirings, outputs, options), token
 
 
-def given_tensors(plan: Plan, wiring: Wiring, source: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """The entries of `source` that this rank must give, in the plan's order.
+def given_tensors(
+    plans: Sequence[Plan], wirings: Sequence[Wiring], sources: Sequence[Mapping[int, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The tensors that this rank must give, in the order of the plans.
 
     Raises:
         KeyError: if one is missing.
-        TypeError: if `source` is no mapping.
+        TypeError: if one of `sources` is no mapping.
+        ValueError: if there is not one source per plan.
     """
-    if not isinstance(source, Mapping):
-        raise TypeError(
-            f"{plan.label}: source must be a dict, tensor index -> tensor, got {type(source).__name__}; of a DBuffer, pass"
-            " buffer.tensor_views()"
+    if len(sources) != len(plans):
+        raise ValueError(
+            f"{plans[0].operation}: {len(sources)} dicts of tensors for {len(plans)} owner layouts; give one per group"
         )
-    try:
-        return [source[i] for i in wiring.inputs]
-    except KeyError:
-        raise KeyError(_missing_entry(plan, wiring, tuple(source))) from None
+    found: list[torch.Tensor] = []
+    for plan, wiring, source in zip(plans, wirings, sources, strict=True):
+        if not isinstance(source, Mapping):
+            raise TypeError(
+                f"{plan.label}: source must be a dict, tensor index -> tensor, got {type(source).__name__}; of a DBuffer,"
+                " pass buffer.tensor_views()"
+            )
+        try:
+            found += [source[i] for i in wiring.inputs]
+        except KeyError:
+            raise KeyError(_missing_entry(plan, wiring, tuple(source))) from None
+    return found
 
 
 def _missing_entry(plan: Plan, wiring: Wiring, given: tuple[int, ...]) -> str:
@@ -181,23 +294,30 @@ def _some(items: Sequence[int]) -> str:
     return f"{list(items[:8])}{f' and {len(items) - 8} more' if len(items) > 8 else ''}"
 
 
-def _results(wiring: Wiring, outputs: Sequence[torch.Tensor], options: Options) -> dict[int, torch.Tensor]:
-    results = {i: flat.view(shape) for (i, shape), flat in zip(wiring.outputs, outputs, strict=True)}
-    if wiring.empty:
-        dtype = outputs[0].dtype if outputs else options.dtype
-        results |= {i: torch.empty(shape, dtype=dtype, device=options.device) for i, shape in wiring.empty}
-        results = dict(sorted(results.items()))
-    return results
+def _results(
+    wirings: Sequence[Wiring], outputs: Sequence[torch.Tensor], options: Options
+) -> list[dict[int, torch.Tensor]]:
+    remaining = iter(outputs)
+    found: list[dict[int, torch.Tensor]] = []
+    for wiring in wirings:
+        results = dict(zip(wiring.outputs, islice(remaining, len(wiring.outputs)), strict=True))
+        if wiring.empty:
+            dtype = outputs[0].dtype if outputs else options.dtype
+            results |= {i: torch.empty(shape, dtype=dtype, device=options.device) for i, shape in wiring.empty}
+            results = dict(sorted(results.items()))
+        found.append(results)
+    return found
 
 
-# Inside a compiled region: constants come from the key of the owner layout, on which alone the compiled code guards.
+# Inside a compiled region: constants come from the keys of the owner layouts, on which alone the compiled code guards.
 
 
 @torch.compiler.assume_constant_result
-def _constants(operation: str, key: str, include_own: bool) -> tuple[Any, ...]:
-    owners = GroupOwnerLayout.from_key(key)
-    plan = plan_of(operation, owners, include_own)
-    return (remember(plan), *wiring_of(plan, owners))
+def _constants(operation: str, keys: tuple[str, ...], include_own: bool) -> tuple[Any, ...]:
+    owners = [GroupOwnerLayout.from_key(key) for key in keys]
+    plans = plans_of(operation, owners, include_own)
+    wirings = tuple(map(wiring_of, plans, owners))
+    return (remember(join_plans(plans)), names_of(plans), tuple(map(tuple, wirings)))
 
 
 @torch.compiler.assume_constant_result
@@ -209,20 +329,31 @@ def _missing_constant(operation: str, key: str, include_own: bool, given: tuple[
 
 def _run_traced(
     operation: str,
-    source: Mapping[int, torch.Tensor],
-    owners: GroupOwnerLayout,
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    owners: Sequence[GroupOwnerLayout],
     include_own: bool,
     said: tuple[torch.dtype | None, torch.device | str | None],
     after: After,
-) -> tuple[dict[int, torch.Tensor], Token]:
-    if not isinstance(owners, GroupOwnerLayout):
-        raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout")
-    plan, needed, given, empty = _constants(operation, owners.key, include_own)
-    for i in needed:
-        if i not in source:
-            raise KeyError(_missing_constant(operation, owners.key, include_own, tuple(source)))
-    outputs, token = run_traced(plan, needed, [source[i] for i in needed], said, after)
-    results = {i: flat.view(shape) for (i, shape), flat in zip(given, outputs, strict=True)}
-    for i, shape in empty:
-        results[i] = token.link.new_empty(shape, dtype=token.dtype)
-    return {i: results[i] for i in sorted(results)}, token
+) -> tuple[list[dict[int, torch.Tensor]], Token]:
+    for group in owners:
+        if not isinstance(group, GroupOwnerLayout):
+            raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout")
+    if len(sources) != len(owners) or not owners:
+        raise ValueError(f"{operation}: {len(sources)} dicts of tensors for {len(owners)} owner layouts")
+    plan, names, wirings = _constants(operation, tuple([group.key for group in owners]), include_own)
+    inputs: list[torch.Tensor] = []
+    for group, source, (needed, _, _) in zip(owners, sources, wirings, strict=True):
+        for i in needed:
+            if i not in source:
+                raise KeyError(_missing_constant(operation, group.key, include_own, tuple(source)))
+            inputs.append(source[i])
+    outputs, token = run_traced(plan, names, inputs, said, after)
+    found: list[dict[int, torch.Tensor]] = []
+    at = 0
+    for _, given, empty in wirings:
+        results = dict(zip(given, outputs[at : at + len(given)], strict=True))
+        at += len(given)
+        for i, shape in empty:
+            results[i] = token.link.new_empty(shape, dtype=token.dtype)
+        found.append({i: results[i] for i in sorted(results)})
+    return found, token

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_func.gather_scatter import given_tensors, plan_of, wiring_of
+from mfsdp_func.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
+from mfsdp_func.joint_plan import JointPlan, join_plans
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, as_mesh
 from mfsdp_func.movement import is_untransformed, launch
@@ -32,7 +34,7 @@ def gather(
         KeyError, ValueError, TypeError: before any communication; see `mfsdp_func.gather`.
         RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form.
     """
-    _move_into("gather", owner_layout, source, destination)
+    _move_into("gather", (owner_layout,), (source,), (destination,))
 
 
 def scatter(
@@ -50,7 +52,27 @@ def scatter(
     Raises:
         As `gather`.
     """
-    _move_into("scatter", owner_layout, source, destination)
+    _move_into("scatter", (owner_layout,), (source,), (destination,))
+
+
+def gather_coalesced(
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    destinations: Sequence[Mapping[int, torch.Tensor]],
+    *,
+    owner_layouts: Sequence[GroupOwnerLayout],
+) -> None:
+    """`gather` of several groups of one mesh in one exchange; see `mfsdp_func.gather_coalesced`. Errors as there."""
+    _move_into("gather", owner_layouts, sources, destinations)
+
+
+def scatter_coalesced(
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    destinations: Sequence[Mapping[int, torch.Tensor]],
+    *,
+    owner_layouts: Sequence[GroupOwnerLayout],
+) -> None:
+    """`scatter` of several groups of one mesh in one exchange; see `mfsdp_func.scatter_coalesced`. Errors as there."""
+    _move_into("scatter", owner_layouts, sources, destinations)
 
 
 def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]
@@ -63,50 +85,75 @@ def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]
     return {rank: layout.get_rank_range(value, placements, rank) for rank in value.shard_ranks(axes)}
 
 
-@torch.no_grad()
 def _move_into(
     operation: str,
-    owners: GroupOwnerLayout,
-    source: Mapping[int, torch.Tensor],
-    destination: Mapping[int, torch.Tensor],
+    owners: Sequence[GroupOwnerLayout],
+    sources: Sequence[Mapping[int, torch.Tensor]],
+    destinations: Sequence[Mapping[int, torch.Tensor]],
 ) -> None:
     if torch.compiler.is_compiling() or not is_untransformed():
         raise RuntimeError(
             f"inplace.{operation} cannot run under a torch.func transform or in a compiled region; use"
             f" mfsdp_func.{operation}, which returns new tensors"
         )
-    plan = plan_of(operation, owners, include_own=operation == "gather")
-    with faults_reported(plan):
-        wiring = wiring_of(plan, owners)
-        inputs = given_tensors(plan, wiring, source)
-        targets = _destinations(plan, destination, [i for i, _ in wiring.outputs])
+    plans = plans_of(operation, owners, include_own=operation == "gather")
+    with faults_reported(plans[0]):
+        plan = join_plans(plans)
+        wirings = tuple(map(wiring_of, plans, owners))
+        inputs = given_tensors(plans, wirings, sources)
+        targets = _destinations(plan, plans, wirings, destinations)
         first = targets[0] if targets else None
         dtype, device = (None, None) if first is None else (first.dtype, first.device)
-        options = check_tensors(plan, wiring.inputs, inputs, dtype, device, ())
-    direct = [target.view(-1) if target.is_contiguous() else target.new_empty(target.numel()) for target in targets]
-    launch(plan, options, (), [tensor.reshape(-1) for tensor in inputs], direct)
-    for target, received in zip(targets, direct, strict=True):
-        if not target.is_contiguous():
-            target.copy_(received.view(target.shape))
+        options = check_tensors(plan, names_of(plans), inputs, dtype, device, ())
+    rooms = [target.detach() if target.requires_grad else target for target in targets]
+    direct = [room if _is_plain(room) else room.new_empty(room.shape) for room in rooms]
+    launch(plan, options, None, inputs, direct)
+    increment_version(targets)  # what is received in place is a change that autograd must see
+    for room, received in zip(rooms, direct, strict=True):
+        if received is not room:
+            room.copy_(received)
 
 
-def _destinations(plan: Plan, destination: Mapping[int, torch.Tensor], needed: Sequence[int]) -> list[torch.Tensor]:
-    missing = [i for i in needed if i not in destination]
-    if missing:
-        raise KeyError(
-            f"{plan.label}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
-            f" {plan.mesh.rank} receives tensors {list(needed)[:8]}"
-        )
-    targets = [destination[i] for i in needed]
-    for i, target, numel in zip(needed, targets, plan.output_numels, strict=True):
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether elements can be received straight into a tensor's memory."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _destinations(
+    whole: Plan | JointPlan,
+    plans: Sequence[Plan],
+    wirings: Sequence[Wiring],
+    destinations: Sequence[Mapping[int, torch.Tensor]],
+) -> list[torch.Tensor]:
+    """The tensors that this rank receives into, in the order of the plans, checked."""
+    if len(destinations) != len(plans):
+        raise ValueError(f"{whole.label}: {len(destinations)} destinations for {len(plans)} groups; give one per group")
+    targets: list[torch.Tensor] = []
+    for plan, wiring, destination in zip(plans, wirings, destinations, strict=True):
+        if missing := [i for i in wiring.outputs if i not in destination]:
+            raise KeyError(
+                f"{plan.label}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
+                f" {plan.mesh.rank} receives tensors {list(wiring.outputs)[:8]}"
+            )
+        targets += [destination[i] for i in wiring.outputs]
+    first = targets[0] if targets else None
+    names = (i for wiring in wirings for i in wiring.outputs)
+    for i, target, numel in zip(names, targets, whole.output_numels, strict=True):
+        if not isinstance(target, torch.Tensor) or target.layout != torch.strided:
+            kind = f"{target.layout} tensor" if isinstance(target, torch.Tensor) else type(target).__name__
+            raise TypeError(f"{whole.label}: destination of tensor {i} must be a strided torch.Tensor, got a {kind}")
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{whole.label}: destination of tensor {i} was made in inference mode and may not be written to outside of it"
+            )
         if target.numel() != numel:
             raise ValueError(
-                f"{plan.label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
-                f" {plan.mesh.rank}, expected {numel}"
+                f"{whole.label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
+                f" {whole.mesh.rank}, expected {numel}"
             )
-        if (target.dtype, target.device) != (targets[0].dtype, targets[0].device):
+        if target.dtype != first.dtype or target.device != first.device:  # pyright: ignore[reportOptionalMemberAccess]
             raise TypeError(
-                f"{plan.label}: destination of tensor {i} is {target.dtype} on {target.device}, that of tensor {needed[0]}"
+                f"{whole.label}: destination of tensor {i} is {target.dtype} on {target.device}, the first one"
                 f" {targets[0].dtype} on {targets[0].device}; one call moves one dtype on one device"
             )
     return targets

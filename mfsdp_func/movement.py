@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.collective import Collective
+from mfsdp_func.joint_plan import JointPlan
 from mfsdp_func.move_operator import LIBRARY, call_operator, remembered
 from mfsdp_func.plan import Plan
 from mfsdp_func.transport import Call, Carrier, carrier_of
@@ -34,18 +35,21 @@ from mfsdp_func.transport.agreement import agree, checking, report_fault
 from mfsdp_func.transport.collectives import start_collective
 from mfsdp_func.transport.exchange import empty_outputs, start_exchange
 
-LinearMap: TypeAlias = Plan | Collective
+LinearMap: TypeAlias = Plan | JointPlan | Collective
 """A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""
 
 
 def allocate(
-    linear: LinearMap, dtype: torch.dtype, device: torch.device, batch: Sequence[int], one_storage: bool
+    linear: LinearMap, dtype: torch.dtype, device: torch.device, batch: Sequence[int] | None, one_storage: bool
 ) -> tuple[torch.Tensor, ...]:
-    """New outputs of a map, each of shape ``(numel, *batch)``, in one storage or each in its own."""
-    if isinstance(linear, Plan):
-        return empty_outputs(linear, dtype, device, batch, one_storage=one_storage)
+    """New outputs of a map: of ``(numel, *batch)``, or (None) `output_shapes`; each group's in one storage, or each alone."""
+    if isinstance(linear, JointPlan):  # a group's memory can be freed when that group is done with
+        plans = linear.plans
+        return tuple(output for plan in plans for output in allocate(plan, dtype, device, batch, one_storage))
+    if not isinstance(linear, Collective):
+        return empty_outputs(linear.local, dtype, device, batch, one_storage=one_storage)
     make = torch.empty if linear.stored is None else torch.zeros
-    return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in linear.output_numels)
+    return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in linear.output_numels)
 
 
 def start(
@@ -57,8 +61,8 @@ def start(
     at_once: bool,
 ) -> Callable[[], None]:
     """Start running a map; the function returned waits for its end."""
-    if isinstance(linear, Plan):
-        return start_exchange(linear, carrier, call, inputs, outputs, at_once=at_once)
+    if not isinstance(linear, Collective):
+        return start_exchange(linear.local, carrier, call, inputs, outputs, at_once=at_once)
     return start_collective(linear, carrier, call, inputs[0], outputs[0], at_once=at_once)
 
 
@@ -102,7 +106,7 @@ def in_flight() -> Generator[Flight, None, None]:
 def launch(
     linear: LinearMap,
     options: Options,
-    batch: Sequence[int],
+    batch: Sequence[int] | None,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -111,18 +115,18 @@ def launch(
     Args:
         linear: the map.
         options: see `Options`.
-        batch: the trailing batch dims.
-        inputs: one tensor of shape ``(numel, *batch)`` per input of the map.
+        batch: the trailing batch dims, of tensors of shape ``(numel, *batch)``; None where each has a shape of its own.
+        inputs: one tensor per input of the map.
         outputs: contiguous tensors to write into; new ones by default.
 
     Returns:
         The outputs; filled, unless inside `in_flight`.
     """
     carrier = carrier_of(linear.mesh)
-    inputs = [_plain(tensor) for tensor in inputs]
+    inputs = _plain(inputs)
     differentiated = options.differentiated if linear.takes_part else None
     dtype = inputs[0].dtype if inputs else options.dtype
-    call = Call(linear.label, linear.digest, linear.mesh, dtype, tuple(batch), differentiated, options.forward)
+    call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
     if options.forward and (batch or checking()):
         agree(carrier, call)
     if (teller := teller_of(linear)) is not None and carrier.tells_dtype(options.device):
@@ -141,6 +145,14 @@ def launch(
     return tuple(outputs)
 
 
+@lru_cache(maxsize=4096)
+def call_of(
+    linear: LinearMap, dtype: torch.dtype | None, batch: tuple[int, ...], differentiated: bool | None, forward: bool
+) -> Call:
+    """See `Call`."""
+    return Call(linear.label, linear.digest, linear.mesh, dtype, batch, differentiated, forward)
+
+
 def _told_dtype(carrier: Carrier, call: Call, teller: int) -> torch.dtype:
     told = carrier.listen(call, teller)
     if call.dtype is not None and told != call.dtype:
@@ -153,14 +165,14 @@ def _told_dtype(carrier: Carrier, call: Call, teller: int) -> torch.dtype:
 
 def teller_of(linear: LinearMap) -> int | None:
     """The rank that must tell this one the dtype of a map's elements, where this rank cannot see it."""
-    return linear.local.teller if isinstance(linear, Plan) else None
+    return None if isinstance(linear, Collective) else linear.local.teller
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as it will travel: contiguous, without lazy conjugation or negation."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+def _plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors' memory as it will travel: contiguous, without lazy conjugation or negation."""
+    if all(t.is_contiguous() and not (t.requires_grad or t.is_neg() or t.is_conj()) for t in tensors):
+        return tensors
+    return [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 
 
 def _move_impl(
@@ -279,7 +291,7 @@ def is_untransformed() -> bool:
 def move(
     linear: LinearMap, options: Options, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run a map on flat inputs; returns the new link and the flat outputs.
+    """Run a map on inputs of any shapes; returns the new link, and outputs of the map's `output_shapes`.
 
     Raises:
         RuntimeError: inside a `torch.func` gradient on a rank that others wait for, but which has no input that could
@@ -287,15 +299,16 @@ def move(
     """
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     if is_eager(link, tracked):
-        outputs = launch(linear, options, (), inputs)
+        outputs = launch(linear, options, None, inputs)
         return torch.zeros((), device=options.device) if link is None else link, outputs
     _refuse_unlinked(linear, link, inputs)
     _refuse_jacobians(linear)
     if link is None:
         link = torch.zeros((), device=options.device)
     options = replace(options, differentiated=tracked or link.requires_grad)
-    results: Any = _Move.apply(_batched(link), linear, options, *inputs)
-    return results[0], tuple(results[1:])
+    flat = [tensor.reshape(-1) for tensor in inputs]
+    results: Any = _Move.apply(_batched(link), linear, options, *flat)
+    return results[0], tuple([out.view(shape) for out, shape in zip(results[1:], linear.output_shapes, strict=True)])
 
 
 def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:

@@ -117,10 +117,10 @@ def run(
     for token in tokens:
         token.wait()
     if not async_op:
-        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
         return outputs, Token(link, (), _dtype(options, outputs))
     with in_flight() as flight:
-        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
     work = Pending(linear.label, flight.finish, flight.keep, outputs)
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
@@ -140,7 +140,7 @@ def _run_on_cuda(
     with torch.cuda.stream(chosen):  # pyright: ignore[reportArgumentType]
         for token in tokens:
             token.wait(chosen)
-        link, outputs = move(linear, options, joined_link(tokens), _flattened(inputs))
+        link, outputs = move(linear, options, joined_link(tokens), inputs)
         if chosen == current:
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
@@ -149,11 +149,6 @@ def _run_on_cuda(
         event.record(chosen)  # pyright: ignore[reportArgumentType]
     work = Pending(linear.label, _nothing, (), (*outputs, link), event)
     return outputs, Token(link, (work,), _dtype(options, outputs))
-
-
-def _flattened(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat inputs, on CUDA made contiguous on the stream of the operation: on no other need they be ready."""
-    return [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in inputs]
 
 
 def run_traced(
@@ -173,7 +168,7 @@ def run_traced(
         after: tokens without work in flight.
 
     Returns:
-        The flat outputs and a token.
+        The outputs and a token.
 
     Raises:
         RuntimeError: if a token has work in flight.
@@ -212,7 +207,7 @@ def _in_graph(
     else:
         default = carrier_of(linear.mesh).device(linear.mesh) if link is None else link.device
         options = Options(hint, where or default)
-    link, outputs = move(linear, options, link, [tensor.reshape(-1) for tensor in tensors])
+    link, outputs = move(linear, options, link, tensors)
     return (link, *outputs)
 
 

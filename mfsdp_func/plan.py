@@ -92,9 +92,49 @@ class RankView:
         """Number of elements of each output slot."""
         return tuple(slot.part.numel for slot in self.outputs)
 
+    @cached_property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each output slot."""
+        return tuple(slot.shape for slot in self.outputs)
+
+
+class Exchange:
+    """What this process (``mesh.rank``) needs of its own view of a plan."""
+
+    mesh: Mesh
+
+    def view(self, rank: int) -> RankView:
+        """What `rank` holds, sends, receives and copies."""
+        raise NotImplementedError
+
+    @property
+    def input_numels(self) -> tuple[int, ...]:
+        """Number of elements of each tensor that this process gives."""
+        return self.local.input_numels
+
+    @property
+    def output_numels(self) -> tuple[int, ...]:
+        """Number of elements of each tensor that this process gets."""
+        return self.local.output_numels
+
+    @property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each tensor that this process gets: logical, or flat where rows are split."""
+        return self.local.output_shapes
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this process sends or receives anything."""
+        return bool(self.local.sends or self.local.receives)
+
+    @cached_property
+    def local(self) -> RankView:
+        """The view of this process (`mesh.rank`), found once."""
+        return self.view(self.mesh.get_rank())
+
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Exchange):
     """The exchange from `source` to `target`, two layouts of the same tensors over the ranks that share a buffer.
 
     Attributes:
@@ -187,26 +227,6 @@ class Plan:
     def _participating(self) -> frozenset[int]:
         return frozenset(self.tensors)
 
-    @property
-    def input_numels(self) -> tuple[int, ...]:
-        """Number of elements of each tensor that this process gives."""
-        return self.local.input_numels
-
-    @property
-    def output_numels(self) -> tuple[int, ...]:
-        """Number of elements of each tensor that this process gets."""
-        return self.local.output_numels
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this process sends or receives anything."""
-        return bool(self.local.sends or self.local.receives)
-
-    @cached_property
-    def local(self) -> RankView:
-        """The view of this process (`mesh.rank`), found once."""
-        return self.view(self.mesh.get_rank())
-
     def view(self, rank: int) -> RankView:
         """What `rank` holds, sends, receives and copies.
 
@@ -235,11 +255,16 @@ class Plan:
         return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies), self._teller(rank), tuple(told))
 
     def _teller(self, rank: int) -> int | None:
-        """The sender of the first elements that `rank` receives, where `rank` itself gives none."""
+        return None if self.gives(rank) else self.first_sender(rank)
+
+    def gives(self, rank: int) -> bool:
+        """Whether `rank` has any element to give."""
+        return bool(self._slots(self.source, "source", self.mesh.shard_index(self.axes, rank), len(self._peers(rank))))
+
+    def first_sender(self, rank: int) -> int | None:
+        """The sender of the first elements that `rank` receives."""
         peers = self._peers(rank)
         me = self.mesh.shard_index(self.axes, rank)
-        if self._slots(self.source, "source", me, len(peers)):
-            return None
         for slot in self._slots(self.target, "target", me, len(peers)):
             for k, _ in self.source.shards_of(slot.tensor, slot.part, len(peers)):
                 if k != me:

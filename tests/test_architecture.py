@@ -19,7 +19,7 @@ LAYERS = (
             *("owner_planning", "balance", "packing", "collective", "buffer_spec"),
         ),
     ),
-    ("plans", ("plan",)),
+    ("plans", ("plan", "joint_plan")),
     ("effects", ("tokens", "movement", "move_operator", "transport")),
     ("operations", ("operation", "spec_facts", "gather_scatter", "dbuffer", "dtensor", "norm", "pipeline")),
     ("training", ("fsdp", "optim", "checkpoint")),

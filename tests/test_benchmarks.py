@@ -25,32 +25,30 @@ def run(tmp_path: Path, *arguments: str) -> dict:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
-def test_every_benchmark_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_benchmark_runs(tmp_path: Path, ranks: int) -> None:
     """The run itself checks what was moved, bit by bit, and that first updates agree to `steps.TOLERANCE`."""
     pytest.importorskip("matplotlib")
-    results = run(tmp_path, "--scale", "32", "--ranks", "2", "4")
-    assert set(results["ranks"]) == {"2", "4"}
-    for size, found in results["ranks"].items():
-        assert set(found) >= SECTIONS
-        assert {row["operation"] for row in found["movement"]} == {"gather", "scatter"}
-        assert all(row["pure (s)"] > 0 and row["ranks"] == int(size) for row in found["movement"])
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nafter\n")
+    chosen = ("--workloads", "gpt2 blocks bf16", "small fp32", "experts bf16")
+    results = run(tmp_path, "--scale", "32", "--ranks", str(ranks), *chosen, "--readme", str(readme))
+    (found,) = results["ranks"].values()
+    assert set(found) >= SECTIONS
+    assert len(found["movement"]) == 3 * 2 * 2
+    assert {row["operation"] for row in found["movement"]} == {"gather", "scatter"}
+    assert all(row["pure (s)"] > 0 and row["ranks"] == ranks for row in found["movement"])
+    for row in found["steps"]:
+        assert row["differences"]["full tensor"] == 0
+        assert {"ours", "ours, coalesced", "ours, one by one", "ours, pipelined"} <= set(row["differences"])
     assert results["planning"]
     assert results["load"]
     assert [row["ranks"] for row in results["model"]["rows"]] == [2, 4]
     assert (tmp_path / "results.md").read_text().startswith("# Benchmark results")
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.distributed
-def test_methods_agree(tmp_path: Path) -> None:
-    chosen = ("--only", "movement", "steps", "--workloads", "gpt2 blocks bf16", "small fp32")
-    results = run(tmp_path, "--scale", "32", "--ranks", "2", *chosen)
-    (found,) = results["ranks"].values()
-    assert len(found["movement"]) == 2 * 2 * 2
-    for row in found["steps"]:
-        assert row["differences"]["full tensor"] == 0
-        assert {"ours", "ours, one by one", "ours, pipelined"} <= set(row["differences"])
+    tables = readme.read_text()
+    assert all(title in tables for title in ("one group after the other", "all groups in one exchange", "Muon step"))
+    assert (tables.startswith("before\n"), tables.endswith("\nafter\n"), "old" in tables) == (True, True, False)
 
 
 @pytest.fixture

@@ -138,9 +138,9 @@ def train_on_real_ranks(rank: int, world_size: int) -> tuple[dict[str, torch.Ten
     sent: list[str] = []
     start = movement.start_exchange
 
-    def watched(linear: Any, carrier: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        sent.extend(linear.label for _ in linear.local.sends)
-        return start(linear, carrier, call, *args, **kwargs)
+    def watched(view: Any, carrier: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.extend(call.label for _ in view.sends)
+        return start(view, carrier, call, *args, **kwargs)
 
     movement.start_exchange = watched
     try:

@@ -1,11 +1,14 @@
 """Functional optimizers against torch's own, and sharded against dense."""
 
+from collections.abc import Hashable
+
 import pytest
 import torch
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from mfsdp_func import optim
+from mfsdp_func.balance import balance_owner_work
 from mfsdp_func.gather_scatter import gather
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import (
@@ -372,6 +375,61 @@ def test_sharded_update_compiles(backend: str) -> None:
         assert_close(actual_state.momentum, expected_state.momentum, 1e-12)
 
     simulate(program, 2)
+
+
+def groups_on(mesh: Mesh, names: str) -> dict[Hashable, GroupOwnerLayout]:
+    """One group per name, of unlike layouts, whose owners are chosen together."""
+    layouts = [list(sharded_layouts().values())[n % 4] for n in range(len(names))]
+    owners = balance_owner_work([(layout, mesh, MATRICES) for layout in layouts]).owners
+    found = zip(names, layouts, owners, strict=True)
+    return {name: GroupOwnerLayout(mesh, layout, chosen, name=name) for name, layout, chosen in found}
+
+
+@pytest.mark.parametrize("names", ["a", "abcd", "ab"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_muon_of_many_groups_is_that_of_each(names: str, compiled: bool) -> None:
+    def program(mesh: Mesh) -> int:
+        groups = groups_on(mesh, names)
+        full = {name: {i: tensor * (n + 1) for i, tensor in full_params().items()} for n, name in enumerate(names)}
+        params = {name: shards_of(groups[name].layout, mesh.get_rank(), full[name]) for name in names}
+        params = {name: {i: t for i, t in params[name].items() if i in MATRICES} for name in names}
+        flat = {(name, i): tensor for name in names for i, tensor in params[name].items()}
+        together = optim.muon(0.1, owner_layout=groups, stack_equal_shapes=False, ns_dtype=torch.float64)
+        update = torch.compile(together.update, fullgraph=True, backend="aot_eager") if compiled else together.update
+        found, state = update(flat, together.init(flat), flat)
+        for name in names:
+            alone = optim.muon(0.1, owner_layout=groups[name], stack_equal_shapes=False, ns_dtype=torch.float64)
+            expected, expected_state = alone.update(params[name], alone.init(params[name]), params[name])
+            assert_close({i: found[name, i] for i in expected}, expected, 1e-12 if compiled else 0)
+            assert_close({i: state.momentum[name, i] for i in expected}, expected_state.momentum, 0)
+        return len(found)
+
+    assert sum(simulate(program, 4).results.values()) >= len(MATRICES) * len(names)
+
+
+def test_muon_of_many_groups_is_two_exchanges() -> None:
+    def program(mesh: Mesh) -> None:
+        groups = groups_on(mesh, "abcd")
+        muon = optim.muon(0.1, owner_layout=groups)
+        params = {
+            (name, i): shard
+            for name, owners in groups.items()
+            for i, shard in shards_of(owners.layout, mesh.get_rank(), full_params()).items()
+            if i in MATRICES
+        }
+        muon.update(params, muon.init(params), params)
+
+    trace = simulate(program, 4).trace
+    # These pieces are small: one message for each direction of each pair of ranks.
+    assert len({(sent.operation, sent.src, sent.dst) for sent in trace}) == len(trace)
+    assert {sent.operation for sent in trace} == {"gather 'a' and 3 more", "scatter 'a' and 3 more"}
+
+
+def test_map_on_owners_refuses_keys_of_no_group() -> None:
+    groups = {"a": GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})}
+    for key in (0, ("b", 0)):
+        with pytest.raises(KeyError, match="none of the groups"):
+            optim.map_on_owners(lambda full: full, {key: torch.zeros(4)}, owner_layout=groups)
 
 
 def test_map_on_owners_is_gather_and_scatter() -> None:

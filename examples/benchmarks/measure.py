@@ -2,6 +2,7 @@
 
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -20,14 +21,14 @@ def time_rounds(
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round, the slowest rank's; every rank calls.
 
-    Every round runs each of them once, starting one further each time, and all ranks start together; what `prepare`
-    holds for one runs before it, untimed.
+    Every round runs each of them once, in an order of its own that all ranks draw alike, so that none always finds the
+    caches and the free memory of the same other; all ranks start together. What `prepare` holds for one runs before
+    it, untimed.
     """
     names = list(runs)
     seconds = {name: [0.0] * rounds for name in names}
     for number in range(-warm_up, rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
+        for name in random.Random(number).sample(names, len(names)):
             if prepare is not None:
                 prepare[name]()
             dist.barrier()

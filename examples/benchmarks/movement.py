@@ -1,6 +1,6 @@
 """Ways to gather and to scatter: this library's, the documented one, and the limits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from workloads import Owning, Placed, Workload, check_gathered, check_scattered,
 import mfsdp_func as mf
 from mfsdp_func import Mesh, Range, inplace, intersect_ranges
 from mfsdp_func.gather_scatter import plan_of
-from mfsdp_func.plan import Plan
+from mfsdp_func.plan import Plan, Transfer
 
 Tensors: TypeAlias = dict[int, torch.Tensor]
 
@@ -23,17 +23,15 @@ Method: TypeAlias = Callable[[], Tensors]
 
 def methods_of(placed: Placed, direction: Direction) -> dict[str, Method]:
     """All ways to move one group, by name; what they need is prepared here, some copies of what moves."""
-    owners, dtype, given = placed.owners, placed.flat.dtype, placed.source
+    owners, dtype = placed.owners, placed.flat.dtype
     pure: Callable[..., tuple[Tensors, mf.Token]] = mf.gather
     into, documented = inplace.gather, documented_gather
     if direction == "scatter":
-        given, _ = mf.gather(given, owner_layout=owners, dtype=dtype)
         pure, into, documented = mf.scatter, inplace.scatter, documented_scatter
-    limit = _Limit(plan_of(direction, owners, True), dtype)
+    given, room = _given(placed, direction), _room(placed, direction)
+    limit = Limit([plan_of(direction, owners, True)], dtype)
     # In place, an owner keeps its own part of what it scatters.
-    small = limit if direction == "gather" else _Limit(plan_of(direction, owners, False), dtype)
-    view = plan_of(direction, owners, direction == "gather").local
-    room = {slot.tensor: torch.empty(slot.shape, dtype=dtype) for slot in view.outputs}
+    small = limit if direction == "gather" else Limit([plan_of(direction, owners, False)], dtype)
 
     def fill_in_place() -> Tensors:
         into(given, room, owner_layout=owners)
@@ -53,6 +51,43 @@ def methods_of(placed: Placed, direction: Direction) -> dict[str, Method]:
         "limit, preallocated": lambda: small.run(preallocated),
         "copy, preallocated": lambda: {-1: target.copy_(preallocated)},
     }
+
+
+def coalesced_methods_of(placed: Sequence[Placed], direction: Direction) -> dict[str, Callable[[], object]]:
+    """All ways to move several groups in one exchange, by name."""
+    owners, dtype = [group.owners for group in placed], placed[0].flat.dtype
+    pure: Callable[..., tuple[list[Tensors], mf.Token]] = mf.gather_coalesced
+    into = inplace.gather_coalesced
+    if direction == "scatter":
+        pure, into = mf.scatter_coalesced, inplace.scatter_coalesced
+    given, rooms = ([make(group, direction) for group in placed] for make in (_given, _room))
+    limit = Limit([plan_of(direction, group, True) for group in owners], dtype)
+    small = limit if direction == "gather" else Limit([plan_of(direction, group, False) for group in owners], dtype)
+    preallocated = torch.zeros(small.total, dtype=dtype)
+
+    def fill_in_place() -> list[Tensors]:
+        into(given, rooms, owner_layouts=owners)
+        return rooms
+
+    return {
+        "coalesced": lambda: pure(given, owner_layouts=owners, dtype=dtype)[0],
+        "coalesced in place": fill_in_place,
+        "coalesced limit, fresh": lambda: limit.run(torch.empty(limit.total, dtype=dtype)),
+        "coalesced limit, preallocated": lambda: small.run(preallocated),
+    }
+
+
+def _given(placed: Placed, direction: Direction) -> Tensors:
+    """What moves: shards, or the tensors gathered from them."""
+    if direction == "gather":
+        return placed.source
+    return mf.gather(placed.source, owner_layout=placed.owners, dtype=placed.flat.dtype)[0]
+
+
+def _room(placed: Placed, direction: Direction) -> Tensors:
+    """Destinations of the in-place form."""
+    view = plan_of(direction, placed.owners, direction == "gather").local
+    return {slot.tensor: torch.empty(slot.shape, dtype=placed.flat.dtype) for slot in view.outputs}
 
 
 def movement_rows(workload: Workload, mesh: Mesh, owning: Owning, rounds: int) -> list[dict[str, Any]]:
@@ -76,25 +111,42 @@ def _time_direction(placed: Sequence[Placed], direction: Direction, rounds: int)
     for group, found in zip(placed, methods, strict=True):
         for name in ("pure", "in place", "documented"):
             check(group, found[name]())
-    runs = {name: lambda name=name: [found[name]() for found in methods] for name in methods[0]}
+    runs: dict[str, Callable[[], object]] = {
+        name: lambda name=name: [found[name]() for found in methods] for name in methods[0]
+    }
+    if len(placed) > 1:
+        runs |= coalesced_methods_of(placed, direction)
+        for name in ("coalesced", "coalesced in place"):
+            found: Any = runs[name]()
+            for group, tensors in zip(placed, found, strict=True):
+                check(group, tensors)
     seconds = time_rounds(runs, rounds)
     row: dict[str, Any] = {"operation": direction}
     row |= {f"{name} (s)": value for name, value in medians(seconds).items()}
     row["pure / limit"] = ratio(seconds, "pure", "limit, fresh")
     row["in place / limit"] = ratio(seconds, "in place", "limit, preallocated")
+    row["limit: fresh / preallocated"] = ratio(seconds, "limit, fresh", "limit, preallocated")
     row["documented / limit"] = ratio(seconds, "documented", "limit, preallocated")
     row["in place / documented"] = ratio(seconds, "in place", "documented")
+    if len(placed) > 1:
+        row["coalesced / limit"] = ratio(seconds, "coalesced", "coalesced limit, fresh")
+        row["coalesced in place / limit"] = ratio(seconds, "coalesced in place", "coalesced limit, preallocated")
+        row["coalesced in place / documented"] = ratio(seconds, "coalesced in place", "documented")
+        row["coalesced / pure"] = ratio(seconds, "coalesced", "pure")
+        row["coalesced in place / in place"] = ratio(seconds, "coalesced in place", "in place")
+        row["coalesced limit / limit"] = ratio(seconds, "coalesced limit, preallocated", "limit, preallocated")
     return row
 
 
-class _Limit:
+class Limit:
     """The same bytes in one message per pair of ranks, packed and precomputed, and one copy of what stays."""
 
-    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
-        view = plan.local
-        self._incoming = _by_peer(view.receives)
-        self._own = torch.zeros(sum(copy.numel for copy in view.copies), dtype=dtype)
-        self._buffers = [(peer, torch.zeros(numel, dtype=dtype)) for peer, numel in _by_peer(view.sends).items()]
+    def __init__(self, plans: Sequence[Plan], dtype: torch.dtype) -> None:
+        views = [plan.local for plan in plans]
+        self._incoming = _by_peer(transfer for view in views for transfer in view.receives)
+        self._own = torch.zeros(sum(copy.numel for view in views for copy in view.copies), dtype=dtype)
+        outgoing = _by_peer(transfer for view in views for transfer in view.sends)
+        self._buffers = [(peer, torch.zeros(numel, dtype=dtype)) for peer, numel in outgoing.items()]
         self.total = sum(self._incoming.values()) + self._own.numel()
 
     def run(self, room: torch.Tensor) -> Tensors:
@@ -111,7 +163,7 @@ class _Limit:
         return {-1: room}
 
 
-def _by_peer(transfers: Any) -> dict[int, int]:
+def _by_peer(transfers: Iterable[Transfer]) -> dict[int, int]:
     numels: dict[int, int] = {}
     for transfer in transfers:
         numels[transfer.peer] = numels.get(transfer.peer, 0) + transfer.numel

@@ -97,7 +97,7 @@ def warm_rows(
             wiring_of(plan_of("gather", again, True), again)
 
         def look(plan: Any = plan, wiring: Any = wiring, source: Any = source) -> None:
-            check_tensors(plan, wiring.inputs, given_tensors(plan, wiring, source), None, None, ())
+            check_tensors(plan, wiring.inputs, given_tensors((plan,), (wiring,), (source,)), None, None, ())
 
         what = f"{tensors} tensors, {ranks} ranks"
         rows.append({"what": f"find the plan: {what}", "seconds": time_alone(find, repeats)})

@@ -11,7 +11,7 @@ Rows = Sequence[dict[str, Any]]
 def write_report(results: dict[str, Any], folder: Path) -> None:
     """Write ``results.json``, ``results.md`` and, where matplotlib is installed, ``results.png``."""
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    (folder / "results.md").write_text("\n".join(_sections(results)))
+    (folder / "results.md").write_text("\n".join(["# Benchmark results", "", *_sections(results)]))
     try:
         import matplotlib as mpl
     except ImportError:
@@ -20,31 +20,102 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
     _draw(results, folder / "results.png")
 
 
+def put_into(results: dict[str, Any], file: Path) -> None:
+    """Write the tables into a Markdown file, in the place of what stands between its two marks.
+
+    Raises:
+        ValueError: if it lacks one of them.
+    """
+    before, _, rest = file.read_text().partition(MARKS[0])
+    _, found, after = rest.partition(MARKS[1])
+    if not found:
+        raise ValueError(f"{file} lacks the marks {' and '.join(MARKS)}, between which the tables go")
+    file.write_text("\n".join([before + MARKS[0], "", *_sections(results), MARKS[1] + after]))
+
+
+MARKS = "<!-- tables -->", "<!-- end of tables -->"
+
+
 def _sections(results: dict[str, Any]) -> list[str]:
     here = results["environment"]
-    lines = ["# Benchmark results", "", ", ".join(f"{name} {value}" for name, value in here.items() if value), ""]
-    for size, found in results["ranks"].items():
-        for section, title in _TITLES.items():
-            if found.get(section):
-                lines += [f"## {title}, {size} ranks", "", *_table(found[section]), ""]
-    for section, title in (("planning", "Planning, one process"), ("load", "Owner load"), ("overlap", "Slowed link")):
+    lines = [", ".join(f"{name} {value}" for name, value in here.items() if value), ""]
+    sizes = ", ".join(f"{size} ranks" for size in results["ranks"])
+    for section, columns, title in _MEASURED:
+        rows = _joined(results["ranks"], section, columns)
+        if rows:
+            lines += [f"### {title}", "", f"Numbers: {sizes}.", "", *_table(rows), ""]
+    for found in results["ranks"].values():
+        if found.get("thresholds"):
+            lines += ["### Direct and packed messages, 64 pieces each way", "", *_table(found["thresholds"]), ""]
+    for section, title in (("planning", "Planning, one process"), ("load", "Owner load, max over mean")):
         if results.get(section):
-            lines += [f"## {title}", "", *_table(results[section]), ""]
+            lines += [f"### {title}", "", *_table(results[section]), ""]
+    if results.get("overlap"):
+        lines += ["### Slowed link, 2 ranks, 12 groups", "", *_table(results["overlap"]), ""]
     if results.get("model"):
         model = results["model"]
         title = f"alpha {model['alpha'] * 1e6:.0f} us per message, {1e-9 / max(model['beta'], 1e-15):.2f} GB/s"
-        lines += [f"## Gather of GPT-2's blocks by the alpha-beta model ({title})", "", *_table(model["rows"]), ""]
+        lines += [f"### Not measured: gather of GPT-2's blocks by the alpha-beta model ({title})", ""]
+        lines += [*_table(model["rows"]), ""]
     return lines
 
 
-_TITLES = {
-    "movement": "Gather and scatter",
-    "growth": "Gather by number of tensors",
-    "groups": "Many groups",
-    "steps": "Muon step",
-    "memory": "Peak memory of gather beyond its result",
-    "thresholds": "Direct and packed messages",
-}
+_MEASURED = (
+    (
+        "movement",
+        (
+            "pure / limit",
+            "in place / limit",
+            "in place / documented",
+            "documented / limit",
+            "limit: fresh / preallocated",
+        ),
+        "Gather and scatter: one group after the other",
+    ),
+    (
+        "movement",
+        (
+            *("coalesced / limit", "coalesced in place / limit", "coalesced in place / documented"),
+            *("coalesced / pure", "coalesced in place / in place", "coalesced limit / limit"),
+        ),
+        "Gather and scatter: all groups in one exchange",
+    ),
+    (
+        "steps",
+        (
+            *("full tensor (s)", "muon-fsdp2 (s)", "ours (s)", "ours, coalesced (s)"),
+            *("ours, one by one (s)", "ours, pipelined (s)", "ours / full tensor", "ours / muon-fsdp2"),
+            *("ours, coalesced / full tensor", "ours, coalesced / muon-fsdp2"),
+        ),
+        "Muon step",
+    ),
+    (
+        "groups",
+        ("one after the other (s)", "all in flight", "one exchange", "limit: one exchange", "one group"),
+        "Many groups: gather, over one after the other",
+    ),
+    ("memory", ("result", "transient"), "Peak memory of gather beyond its result, bytes"),
+    ("growth", ("pure (s)", "documented (s)", "limit, fresh (s)"), "Growth with the number of tensors"),
+)
+"""Section, columns and title. Rows that lack the columns are left out."""
+
+_KEYS = ("workload", "owners", "operation", "received nbytes")
+
+
+def _joined(ranks: dict[str, Any], section: str, columns: Sequence[str]) -> Rows:
+    """The rows of all numbers of ranks side by side: a cell holds one number for each."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for found in ranks.values():
+        for row in found.get(section, []):
+            if columns[0] not in row:
+                continue
+            key = tuple(row.get(name) for name in _KEYS[:3])
+            joined = rows.setdefault(key, {})
+            for name in (*_KEYS, *columns):
+                if name in row:
+                    cell = _cell(name, row[name])
+                    joined[name] = cell if name in _KEYS[:3] else ", ".join([*filter(None, [joined.get(name)]), cell])
+    return list(rows.values())
 
 
 def _table(rows: Rows) -> list[str]:
@@ -55,6 +126,8 @@ def _table(rows: Rows) -> list[str]:
 
 
 def _cell(name: str, value: Any) -> str:
+    if name == "received nbytes" and isinstance(value, int):
+        return f"{value / 1e6:.1f} MB"
     if isinstance(value, float):
         return _time(value) if name.endswith("(s)") or name in _SECONDS else f"{value:.2f}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
@@ -106,8 +179,9 @@ def _draw_movement(axes: Any, results: dict[str, Any]) -> None:
         for row in found.get("movement", [])
         if row["operation"] == "gather" and row["owners"] == "round robin"
     ]
-    for shift, name in ((-0.2, "pure / limit"), (0.2, "in place / limit")):
-        axes.bar([n + shift for n in range(len(rows))], [row[name] for row in rows], width=0.4, label=name)
+    names = ("pure / limit", "in place / limit", "coalesced / limit", "coalesced in place / limit")
+    for k, name in enumerate(names):
+        axes.bar([n + (k - 1.5) * 0.2 for n in range(len(rows))], [row.get(name, 0) for row in rows], 0.2, label=name)
     labels = [f"{row['workload']}, {row['ranks']}" for row in rows]
     axes.set_xticks(range(len(rows)), labels, rotation=70, ha="right", fontsize=7)
     axes.axhline(1.15, color="grey", linestyle="--", linewidth=1)

@@ -21,7 +21,7 @@ from model import model_rows
 from movement import movement_rows
 from overlap import can_slow_links, measure_overlap
 from planning import load_rows, planning_rows, warm_rows
-from report import write_report
+from report import put_into, write_report
 from steps import TOLERANCE, largest_difference, steps_of
 from thresholds import SIZES, alpha_beta, measure_thresholds
 from workloads import Workload, workloads
@@ -47,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each comparison")
     parser.add_argument("--workloads", nargs="+", default=list(workloads()), help="names of workloads")
     parser.add_argument("--only", nargs="+", default=[*RANK_SECTIONS, *LONE_SECTIONS], help="sections to run")
+    parser.add_argument("--readme", type=Path, help="a Markdown file to write the tables into, between its marks")
     parser.add_argument("--scale", type=int, default=1, help="divide all dims: a try-out, not a measurement")
     return parser.parse_args(arguments)
 
@@ -174,6 +175,8 @@ def main() -> None:
     torch.set_num_threads(1)
     measure_alone(options, results)
     write_report(results, options.out)
+    if options.readme:
+        put_into(results, options.readme)
     print((options.out / "results.md").read_text())
 
 

@@ -67,7 +67,8 @@ def steps_of(blocks: list[list[Shape]], *, peer: bool = True) -> dict[str, Step]
     if peer and equal and (optimizer := _peer()) is not None:
         found["muon-fsdp2"] = _muon_fsdp2(optimizer, device_mesh, weights, gradients)
     mesh = Mesh(dist.get_world_size(), rank=dist.get_rank())
-    found["ours"] = _ours(mesh, blocks, weights, gradients, depth=None)
+    found["ours"] = _ours(mesh, [shapes], weights, gradients, depth=None)
+    found["ours, coalesced"] = _ours(mesh, blocks, weights, gradients, depth=None)
     found["ours, one by one"] = _ours(mesh, blocks, weights, gradients, depth=0)
     found["ours, pipelined"] = _ours(mesh, blocks, weights, gradients, depth=DEPTH)
     return found
@@ -132,14 +133,13 @@ def _muon_fsdp2(optimizer: Any, mesh: DeviceMesh, weights: list[torch.Tensor], g
 
 def _ours(
     mesh: Mesh,
-    blocks: list[list[Shape]],
+    groups: list[list[Shape]],
     weights: list[torch.Tensor],
     gradients: list[torch.Tensor],
     *,
     depth: int | None,
 ) -> Step:
-    """Our step: all matrices in one group (`depth` None), or one group per block through `pipeline`."""
-    groups = [[shape for block in blocks for shape in block]] if depth is None else blocks
+    """Our step: `muon` on all groups at once (`depth` None), or `pipeline` through them."""
     layouts = [build_for_row_atomic(shapes, mesh.size()) for shapes in groups]
     balance = balance_owner_work([(layout, mesh, range(len(layout.tensor_shapes))) for layout in layouts])
     owners = [GroupOwnerLayout(mesh, layout, chosen) for layout, chosen in zip(layouts, balance.owners, strict=True)]
@@ -153,13 +153,15 @@ def _ours(
 
     params = [cut(weights, g) for g in range(len(layouts))]
     grads = [cut(gradients, g) for g in range(len(layouts))]
-    optimizers = [muon(RATE, owner_layout=owner, momentum=MOMENTUM, ns_steps=STEPS, ns_dtype=DTYPE) for owner in owners]
-    states = [optimizer.init(param) for optimizer, param in zip(optimizers, params, strict=True)]
+    by_group = dict(enumerate(owners))
+    optimizer = muon(RATE, owner_layout=by_group, momentum=MOMENTUM, ns_steps=STEPS, ns_dtype=DTYPE)
+    state = optimizer.init(_paired(params))
 
     def run() -> None:
-        for g, optimizer in enumerate(optimizers):
-            updates, states[g] = optimizer.update(grads[g], states[g], params[g])
-            params[g] = {i: param + updates[i] for i, param in params[g].items()}
+        nonlocal state
+        updates, state = optimizer.update(_paired(grads), state, _paired(params))
+        for g in by_group:
+            params[g] = {i: param + updates[g, i] for i, param in params[g].items()}
 
     means = [{i: torch.zeros_like(param) for i, param in group.items()} for group in params]
 
@@ -175,6 +177,10 @@ def _ours(
             params[g] = {i: param - rates[i] * group[i].view(-1) for i, param in params[g].items()}
 
     return Step(run if depth is None else run_pipelined, lambda: _whole(mesh, layouts, params))
+
+
+def _paired(groups: list[dict[int, torch.Tensor]]) -> dict[tuple[int, int], torch.Tensor]:
+    return {(g, i): tensor for g, group in enumerate(groups) for i, tensor in group.items()}
 
 
 def orthogonalize(full: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -13,8 +13,9 @@
 """
 
 from mfsdp_func.optim.adamw import AdamWState, adamw
-from mfsdp_func.optim.muon import MuonState, map_on_owners, muon
+from mfsdp_func.optim.muon import MuonState, muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
+from mfsdp_func.optim.owners import Owners, map_on_owners
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates, partition
 
@@ -23,6 +24,7 @@ __all__ = [
     "GradientTransformation",
     "LearningRate",
     "MuonState",
+    "Owners",
     "TorchOptimizer",
     "adamw",
     "apply_updates",

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from mfsdp_func.gather_scatter import gather, scatter
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype, newton_schulz
+from mfsdp_func.optim.owners import Owners, map_on_owners, owned_shapes
 from mfsdp_func.optim.transformation import (
     GradientTransformation,
     LearningRate,
@@ -15,8 +15,6 @@ from mfsdp_func.optim.transformation import (
     first_step,
     learning_rate_at,
 )
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.tokens import After, Token
 
 Key = TypeVar("Key")
 
@@ -33,14 +31,14 @@ class MuonState(NamedTuple):
 
     step: torch.Tensor
     """Number of updates so far: 0-D, int64."""
-    momentum: dict[int, torch.Tensor]
+    momentum: dict[Any, torch.Tensor]
     """Running mean of gradients: per tensor (or shard) that takes part, the shape and dtype of the parameter."""
 
 
 def muon(
     learning_rate: LearningRate,
     *,
-    owner_layout: GroupOwnerLayout | None = None,
+    owner_layout: Owners | None = None,
     momentum: float = 0.95,
     nesterov: bool = True,
     weight_decay: float = 0.0,
@@ -61,12 +59,15 @@ def muon(
     `owner_layout`, the dicts hold whole tensors under any keys, and nothing moves. Both give the same bits with
     ``stack_equal_shapes=False``.
 
+    With owner layouts of several groups by name (blocks of a model, whose buffers are their own), keys are pairs
+    ``(name, tensor index)``: all groups move in one exchange each way, and equal shapes of all of them are stacked.
+
     Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
     Scalable for LLM Training", 2025 ("match_rms_adamw").
 
     Args:
         learning_rate: see `LearningRate`.
-        owner_layout: who orthogonalises what; None where tensors are whole.
+        owner_layout: who orthogonalises what, see `Owners`; None where tensors are whole.
         momentum: how much of the running mean of gradients an update keeps.
         nesterov: whether the gradient is mixed once more into its running mean.
         weight_decay: every update takes ``learning_rate * weight_decay`` of the parameter off it.
@@ -91,18 +92,18 @@ def muon(
         raise ValueError(f"muon: adjust_lr_fn must be one of {', '.join(_RATIOS)}, got {adjust_lr_fn!r}")
     if not 0 <= momentum <= 1 or weight_decay < 0:
         raise ValueError(f"muon: momentum must lie in [0, 1], weight_decay be >= 0, got {momentum}, {weight_decay}")
-    if owner_layout is not None:
-        for i in owner_layout.tensor_to_owner:
-            _check_dims(i, owner_layout.layout.tensor_shapes[i])
+    taking_part = None if owner_layout is None else owned_shapes(owner_layout)
+    for i, shape in (taking_part or {}).items():
+        _check_dims(i, shape)
 
-    def init(params: Mapping[int, torch.Tensor]) -> MuonState:
-        own = {i: param for i, param in params.items() if owner_layout is None or i in owner_layout.tensor_to_owner}
-        if owner_layout is None:
+    def init(params: Mapping[Any, torch.Tensor]) -> MuonState:
+        own = {i: param for i, param in params.items() if taking_part is None or i in taking_part}
+        if taking_part is None:
             for i, param in own.items():
                 _check_dims(i, param.shape)
         return MuonState(first_step(own), {i: torch.zeros_like(param) for i, param in own.items()})
 
-    def orthogonalize(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def orthogonalize(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         matrices = {i: _as_matrices(tensor, batch_of_matrices) for i, tensor in tensors.items()}
 
         def run(matrix: torch.Tensor) -> torch.Tensor:
@@ -113,22 +114,22 @@ def muon(
         return _run_stacked(run, matrices)
 
     def update(
-        grads: Mapping[int, torch.Tensor], state: MuonState, params: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, torch.Tensor], MuonState]:
+        grads: Mapping[Any, torch.Tensor], state: MuonState, params: Mapping[Any, torch.Tensor]
+    ) -> tuple[dict[Any, torch.Tensor], MuonState]:
         if missing := [i for i in state.momentum if i not in grads or i not in params]:
             raise KeyError(f"muon: no gradient or parameter of tensor {missing[0]!r} ({len(missing)} missing in all)")
         rate = learning_rate_at(learning_rate, state.step)
         given = {i: grads[i].to(mean.dtype) for i, mean in state.momentum.items()}
         means = {i: torch.lerp(mean, given[i], 1 - momentum) for i, mean in state.momentum.items()}
         mixed = {i: torch.lerp(given[i], mean, momentum) for i, mean in means.items()} if nesterov else means
-        if owner_layout is None:
+        if owner_layout is None or taking_part is None:
             shapes = {i: params[i].shape for i in mixed}
             directions = orthogonalize(mixed)
         else:
-            shapes = {i: owner_layout.layout.tensor_shapes[i] for i in mixed}
+            shapes = taking_part
             travelling = {i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixed.items() if shard.numel()}
             directions, _ = map_on_owners(orthogonalize, travelling, owner_layout=owner_layout, dtype=ns_dtype)
-        updates: dict[int, torch.Tensor] = {}
+        updates: dict[Any, torch.Tensor] = {}
         for i in mixed:
             param, scale = params[i], rate * _RATIOS[adjust_lr_fn](*_matrix_shape(shapes[i], batch_of_matrices))
             # A rank's empty shard takes no part in the exchange.
@@ -137,40 +138,6 @@ def muon(
         return updates, MuonState(state.step + 1, means)
 
     return GradientTransformation(init, update, whole=owner_layout is None)
-
-
-def map_on_owners(
-    function: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]],
-    shards: Mapping[int, torch.Tensor],
-    *,
-    owner_layout: GroupOwnerLayout,
-    dtype: torch.dtype | None = None,
-    after: After = (),
-) -> tuple[dict[int, torch.Tensor], Token]:
-    """Apply a function of whole tensors to row shards: `gather`, `function` on each owner, `scatter`.
-
-    Args:
-        function: tensor index -> full tensor, of the tensors that a rank owns, to results of as many elements; called
-            on every rank, with an empty dict where it owns nothing.
-        shards: see `gather`.
-        owner_layout: who computes what.
-        dtype: asserts the dtype of `shards`; says it where a rank has none (see `gather`).
-        after: tokens of operations to start after.
-
-    Returns:
-        This rank's part of every result that it holds, and the token of the scatter, which continues the gather's link.
-
-    >>> from mfsdp_func.layout_builder import build_for_row_atomic
-    >>> from mfsdp_func.mesh import Mesh
-    >>> owners = GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})
-    >>> transpose = lambda full: {i: matrix.T for i, matrix in full.items()}
-    >>> parts, _ = map_on_owners(transpose, {0: torch.arange(4)}, owner_layout=owners)
-    >>> parts[0]
-    tensor([[0, 2],
-            [1, 3]])
-    """
-    full, token = gather(shards, owner_layout=owner_layout, dtype=dtype, after=after)
-    return scatter(function(full), owner_layout=owner_layout, after=token)
 
 
 def _check_dims(key: object, shape: torch.Size) -> None:

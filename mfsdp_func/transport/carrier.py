@@ -54,10 +54,11 @@ class Call:
 
 
 class Parcel(NamedTuple):
-    """One message: the memory of `parts`, one after the other, to or from global rank `peer`.
+    """One message: the elements of `parts`, one after the other, to or from global rank `peer`.
 
-    Parts are contiguous tensors of one dtype. Parcels of stage 0 have one part; the others are numbered per pair of
-    ranks, and a carrier that needs buffers for them handles a few stages at a time.
+    Parts are tensors of one dtype and of any strides; how a message is cut into parts is each end's own affair. Parcels
+    of stage 0 have one contiguous part; the others are numbered per pair of ranks, and a carrier that needs buffers for
+    them handles a few stages at a time.
     """
 
     peer: int

@@ -1,19 +1,23 @@
-"""From a plan and tensors to parcels: how one rank takes its part in an exchange, over any carrier."""
+"""From a view of a plan and tensors to parcels: how one rank takes its part in an exchange, over any carrier."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from mfsdp_func.plan import Message, Plan, RankView, group_messages
+from mfsdp_func.plan import Message, RankView, group_messages
 from mfsdp_func.transport.carrier import Call, Carrier, Parcel
+from mfsdp_func.transport.memory import Block, Memory, Pair, Places, blocks_of, locate, pair_blocks
 
 _ALIGNMENT_NBYTES = 64
 
 
 def start_exchange(
-    plan: Plan,
+    view: RankView,
     carrier: Carrier,
     call: Call,
     inputs: Sequence[torch.Tensor],
@@ -24,81 +28,129 @@ def start_exchange(
     """Start moving elements from `inputs` to `outputs`; the function returned waits until they have arrived.
 
     Args:
-        plan: what moves; `inputs` and `outputs` match the slots of ``plan.local``.
+        view: what moves; `inputs` and `outputs` match its slots.
         carrier: who moves it.
         call: this call; its dtype is known.
-        inputs: contiguous, of shape ``(slot numel, *call.batch)``; read until the exchange has ended.
+        inputs: contiguous, of any shape with the slot's elements, each with its elements of ``call.batch``; read until
+            the exchange has ended.
         outputs: likewise; written.
         at_once: see `Carrier.exchange`.
     """
-    view = plan.local
     scale = math.prod(call.batch)
     element_nbytes = scale * call.dtype.itemsize if call.dtype else 0
     told = carrier.tell(call, view.told) if view.told and carrier.tells_dtype(inputs[0].device) else None
-    sends, receives = (), ()  # a rank that moves nothing makes its call all the same
+    outgoing, incoming = [], []  # a rank that moves nothing makes its call all the same
+    copied, copied_to = [], []
     if element_nbytes:
-        direct, packed = carrier.packing(call.mesh)
-        sends, receives = group_messages(view, max(1, direct // element_nbytes), max(1, packed // element_nbytes))
-    finish = carrier.exchange(call, _parcels(sends, inputs), _parcels(receives, outputs), at_once=at_once)
-    _copy(view, inputs, outputs)  # while messages are under way
+        sources, targets = locate(inputs), locate(outputs)
+        limits = tuple(max(1, nbytes // element_nbytes) for nbytes in carrier.packing(call.mesh))
+        route = _route(view, limits, scale, sources.places, targets.places)
+        outgoing, incoming = _parcels(route.sends, sources), _parcels(route.receives, targets)
+        copied, copied_to = sources.views(*route.copied), targets.views(*route.copied_to)
+    finish = carrier.exchange(call, outgoing, incoming, at_once=at_once)
+    if copied:  # while messages are under way
+        torch._foreach_copy_(copied_to, copied)  # pyright: ignore[reportPrivateUsage]
 
     def wait() -> None:
         finish()
         if told is not None:
             told()
 
-    return wait
+    return wait if told is not None else finish
 
 
-def empty_outputs(
-    plan: Plan, dtype: torch.dtype, device: torch.device, batch: Sequence[int], *, one_storage: bool
-) -> tuple[torch.Tensor, ...]:
-    """New tensors of shape ``(slot numel, *batch)``; zero where the exchange may leave elements unwritten.
-
-    Side by side in one storage, in the order of the slots and aligned to 64 bytes, they take one allocation, and
-    messages for neighbours need no buffer.
-    """
-    view = plan.local
-    unit = max(1, _ALIGNMENT_NBYTES // dtype.itemsize) if one_storage else 1
-    steps, snug, complete = _room(view, unit)
-    make = torch.empty if complete else torch.zeros
-    if not one_storage:
-        return tuple(make((numel, *batch), dtype=dtype, device=device) for numel in steps)
-    if not steps:
-        return ()
-    parts = make((sum(steps), *batch), dtype=dtype, device=device).split_with_sizes(steps)
-    return parts if snug else tuple(map(_shortened, parts, view.output_numels))
+_Sent: TypeAlias = tuple[tuple[Message, tuple[Block, ...]], ...]
+_Views: TypeAlias = tuple[tuple[Block, ...], tuple[Block, ...]]
+"""What `Memory.views` takes."""
 
 
-@lru_cache(maxsize=4096)
-def _room(view: RankView, unit: int) -> tuple[tuple[int, ...], bool, bool]:
-    """Elements to allocate per output, whether that is just what they need, and whether all of it gets written."""
-    steps = tuple(-(-numel // unit) * unit for numel in view.output_numels)
-    written = sum(transfer.numel for transfer in view.receives) + sum(copy.numel for copy in view.copies)
-    return steps, steps == view.output_numels, written == sum(view.output_numels)
+class _Route(NamedTuple):
+    """One rank's part in an exchange between tensors that lie in a certain way."""
+
+    sends: _Sent
+    receives: _Sent
+    copied: _Views
+    copied_to: _Views
 
 
-def _shortened(part: torch.Tensor, numel: int) -> torch.Tensor:
-    return part[:numel]
+@lru_cache(maxsize=256)
+def _route(view: RankView, limits: tuple[int, ...], scale: int, sources: Places, targets: Places) -> _Route:
+    def place(places: Places, slot: int, start: int) -> tuple[int, int]:
+        storage, at = places[slot]
+        return storage, at + start * scale
 
-
-def _parcels(messages: Sequence[Message], tensors: Sequence[torch.Tensor]) -> list[Parcel]:
-    return [
-        Parcel(
-            message.peer,
-            message.stage,
-            tuple(_slice(tensors[slot], start, numel) for _, slot, start, numel in message.transfers),
+    def blocks(messages: Sequence[Message], places: Places) -> _Sent:
+        return tuple(
+            (message, blocks_of((place(places, slot, at), numel * scale) for _, slot, at, numel in message.transfers))
+            for message in messages
         )
-        for message in messages
+
+    sends, receives = group_messages(view, *limits)
+    copied, copied_to = _views_to_copy(
+        Pair(place(sources, slot, start), place(targets, to, at), numel * scale)
+        for slot, start, to, at, numel in view.copies
+    )
+    return _Route(blocks(sends, sources), blocks(receives, targets), copied, copied_to)
+
+
+def _views_to_copy(pairs: Iterable[Pair]) -> tuple[_Views, _Views]:
+    """Views of sources and of targets: of blocks where both sides lie alike, else the views of each side made together."""
+    alike = pair_blocks(pairs)
+    together = [pair for pair in alike if pair[0].count > 1]
+    alone = [pair for pair in alike if pair[0].count == 1]
+
+    def views(side: int) -> _Views:
+        runs = (((pair[side].storage, pair[side].start), pair[side].numel) for pair in alone)
+        return tuple(pair[side] for pair in together), blocks_of(runs, join=False)
+
+    return views(0), views(1)
+
+
+def _parcels(messages: _Sent, memory: Memory) -> list[Parcel]:
+    return [
+        Parcel(message.peer, message.stage, tuple([memory.view(block) for block in blocks]))
+        for message, blocks in messages
     ]
 
 
-def _copy(view: RankView, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    if view.copies:
-        sources = [_slice(inputs[slot], start, numel) for slot, start, _, _, numel in view.copies]
-        targets = [_slice(outputs[slot], start, numel) for _, _, slot, start, numel in view.copies]
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+def empty_outputs(
+    view: RankView, dtype: torch.dtype, device: torch.device, batch: Sequence[int] | None, *, one_storage: bool
+) -> tuple[torch.Tensor, ...]:
+    """New tensors, of shape ``(slot numel, *batch)``, or with None of the slots' own shapes.
+
+    Zero where the exchange may leave elements unwritten. Side by side in one storage, in the order of the slots and
+    aligned to 64 bytes, they take one allocation, and messages for neighbours need no buffer.
+    """
+    make = torch.empty if _fills(view) else torch.zeros
+    if not one_storage:
+        return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in view.output_numels)
+    scale = math.prod(batch or ())
+    numel, rows = _rows(view, batch is not None, max(1, _ALIGNMENT_NBYTES // dtype.itemsize))
+    storage = make(numel * scale, dtype=dtype, device=device)
+    parts: list[torch.Tensor] = []
+    for start, count, step, shape in rows:
+        shape = (*shape, *(batch or ()))
+        strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+        parts += storage.as_strided((count, *shape), (step * scale, *strides), start * scale).unbind()
+    return tuple(parts)
 
 
-def _slice(tensor: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    return tensor if numel == tensor.shape[0] else tensor.narrow(0, start, numel)
+@lru_cache(maxsize=4096)
+def _rows(view: RankView, flat: bool, unit: int) -> tuple[int, tuple[tuple[int, int, int, tuple[int, ...]], ...]]:
+    """The elements of the outputs' storage; and start, number, distance and shape of outputs of equal shapes in it."""
+    rows: list[tuple[int, int, int, tuple[int, ...]]] = []
+    end = 0
+    for slot in view.outputs:
+        shape = (slot.part.numel,) if flat else slot.shape
+        step = -(-slot.part.numel // unit) * unit
+        start, count, *_, last = rows.pop() if rows and rows[-1][3] == shape else (end, 0, step, shape)
+        rows.append((start, count + 1, step, last))
+        end += step
+    return end, tuple(rows)
+
+
+@lru_cache(maxsize=4096)
+def _fills(view: RankView) -> bool:
+    """Whether the exchange writes every element of the outputs."""
+    written = sum(transfer.numel for transfer in view.receives) + sum(copy.numel for copy in view.copies)
+    return written == sum(view.output_numels)

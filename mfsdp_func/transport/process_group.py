@@ -18,14 +18,16 @@ from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import Call, Parcel
 from mfsdp_func.transport.groups import axis_groups
+from mfsdp_func.transport.memory import packed, room_for, unpack
 from mfsdp_func.transport.native import native_collective
 
 # Two gloo ranks on loopback, 64 pieces each way, medians: a message costs 40 to 60 us beyond its bytes (1 to 1.4 GB/s);
 # packing costs two more passes over them. Direct over packed: 4 at 4 KiB, 1.0 to 1.1 at 32 KiB, 0.7 to 0.8 at 64 KiB
 # (examples/benchmarks/thresholds.py).
 DIRECT_NBYTES = 64 * 1024
-# Buffers for packed messages in flight, all peers together: two stages, each way.
-PACKED_NBYTES = 2 * 1024 * 1024
+# Buffers for packed messages in flight, all peers together: two stages, each way. 8 MB of small tensors take 1.3 to 1.5
+# times as long with half of it, and hardly less with twice as much.
+PACKED_NBYTES = 4 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -67,8 +69,8 @@ class ProcessGroups:
         if call.mesh.size() == 1:
             return _nothing
         group = _group(call.mesh)
-        own = set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
-        if own and _carries(group, "cuda") and torch.cuda.is_available():
+        own = torch.cuda.is_available() and set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
+        if own and _carries(group, "cuda"):
             self._warm_up(group)  # on all ranks, also on those that move nothing and know no device
         parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
         if parts and call.batch and not call.forward:
@@ -190,40 +192,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The parts as one tensor where they lie side by side in one storage."""
-    first, at = parts[0], parts[0].data_ptr()
-    numel = 0
-    for part in parts:
-        if part.data_ptr() != at:
-            return None
-        at += part.nbytes
-        numel += part.numel()
-    if len(parts) > 1 and (numel + first.storage_offset()) * first.element_size() > first.untyped_storage().nbytes():
-        return None  # neighbours by chance, in different storages
-    return first.as_strided((numel,), (1,))
-
-
-def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    joined = _joined(parts)
-    return torch.cat([part.reshape(-1) for part in parts]) if joined is None else joined
-
-
-def _unpacked(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The memory to receive parts into, and what brings them from there to their places."""
-    joined = _joined(parts)
-    if joined is not None:
-        return joined, _nothing
-    flat = [part.view(-1) for part in parts]
-    buffer = flat[0].new_empty(sum(part.numel() for part in flat))
-    return buffer, lambda: torch._foreach_copy_(flat, buffer.split([part.numel() for part in flat]))  # pyright: ignore[reportPrivateUsage, reportReturnType]
-
-
 Stage = tuple[list[Parcel], list[Parcel]]
 Post = Callable[[Sequence[Parcel], Sequence[Parcel]], Callable[[], None]]
 
 
 def _by_stage(outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> list[Stage]:
+    if not any(parcels and parcels[-1].stage for parcels in (outgoing, incoming)):
+        return [(list(outgoing), list(incoming))]
     stages: dict[int, Stage] = {}
     for side, parcels in enumerate((outgoing, incoming)):
         for number, group in groupby(parcels, key=lambda parcel: parcel.stage):
@@ -235,39 +210,33 @@ def _post(
     group: dist.ProcessGroup, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]
 ) -> Callable[[], None]:
     """Post the messages of one stage to gloo; return what waits for them and unpacks."""
-    works: list[Any] = []
-    unpacks: list[Callable[[], None]] = []
-    buffers: list[torch.Tensor] = []
-    for parcel in receives:
-        buffer, unpack = _unpacked(parcel.parts)
-        works.append(_irecv(_as_bytes(buffer), parcel.peer, group, tag))
-        unpacks.append(unpack)
-        buffers.append(buffer)
-    for parcel in sends:
-        buffer = _packed(parcel.parts)
-        works.append(_isend(_as_bytes(buffer), parcel.peer, group, tag))
-        buffers.append(buffer)
+    incoming = [room_for(parcel.parts) for parcel in receives]
+    works = [_irecv(_as_bytes(room), p.peer, group, tag) for room, p in zip(incoming, receives, strict=True)]
+    outgoing = [packed(parcel.parts) for parcel in sends]
+    works += [_isend(_as_bytes(buffer), p.peer, group, tag) for buffer, p in zip(outgoing, sends, strict=True)]
 
     def finish() -> None:
-        _wait(works, *buffers)
-        for unpack in unpacks:
-            unpack()
+        _wait(works, *outgoing)
+        for room, parcel in zip(incoming, receives, strict=True):
+            unpack(room, parcel.parts)
 
     return finish
 
 
 def _post_batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
     """Queue one stage on the current CUDA stream as one batch."""
-    incoming = [(parcel.peer, *_unpacked(parcel.parts)) for parcel in receives]
-    outgoing = [(parcel.peer, _packed(parcel.parts)) for parcel in sends]
-    operations = [dist.P2POp(dist.irecv, _as_bytes(buffer), peer, group) for peer, buffer, _ in incoming]
-    operations += [dist.P2POp(dist.isend, _as_bytes(buffer), peer, group) for peer, buffer in outgoing]
+    incoming = [room_for(parcel.parts) for parcel in receives]
+    operations = [
+        dist.P2POp(dist.irecv, _as_bytes(room), parcel.peer, group)
+        for room, parcel in zip(incoming, receives, strict=True)
+    ]
+    operations += [dist.P2POp(dist.isend, _as_bytes(packed(parcel.parts)), parcel.peer, group) for parcel in sends]
     works = dist.batch_isend_irecv(operations)
 
     def finish() -> None:
         _wait(works)
-        for _, _, unpack in incoming:
-            unpack()
+        for room, parcel in zip(incoming, receives, strict=True):
+            unpack(room, parcel.parts)
 
     return finish
 

@@ -19,6 +19,7 @@ from mfsdp_func.collective import Collective
 from mfsdp_func.mesh import Mesh
 from mfsdp_func.transport.agreement import compare_facts
 from mfsdp_func.transport.carrier import SIMULATED, Call, Parcel, Simulated
+from mfsdp_func.transport.memory import packed, unpack
 from mfsdp_func.transport.poison import PoisonMode, SimulationError, fill_with_poison
 from mfsdp_func.transport.rank_state import ProcessState, shared_dual_level
 
@@ -270,10 +271,9 @@ class _SimulatedCarrier:
     ) -> Callable[[], None]:
         mine = _Posted(call)
         for parcel in outgoing:
-            payload = [part.detach().clone() for part in parcel.parts]
-            mine.payloads.setdefault(parcel.peer, []).extend(payload)
-            nbytes = sum(part.nbytes for part in payload)
-            self._world.trace.append(Sent(call.label, self._state.id, parcel.peer, nbytes))
+            payload = packed(parcel.parts).detach().clone()
+            mine.payloads.setdefault(parcel.peer, []).append(payload)
+            self._world.trace.append(Sent(call.label, self._state.id, parcel.peer, payload.nbytes))
         if outgoing and outgoing[0].parts[0].is_cuda:
             mine.copied = torch.cuda.current_stream(outgoing[0].parts[0].device).record_event()
         number = self._post(mine)
@@ -290,8 +290,8 @@ class _SimulatedCarrier:
                     calls[peer] = self._posted(call, peer, number).call
             compare_facts(call.label, {rank: calls[rank].facts for rank in sorted(calls)})
             for peer in dict.fromkeys(parcel.peer for parcel in incoming):
-                parts = [part for parcel in incoming if parcel.peer == peer for part in parcel.parts]
-                self._receive(self._posted(call, peer, number), parts)
+                parcels = [parcel for parcel in incoming if parcel.peer == peer]
+                self._receive(self._posted(call, peer, number), parcels)
 
         return finish
 
@@ -302,15 +302,15 @@ class _SimulatedCarrier:
         poison.hold(call.label, outputs)
         return lambda: poison.release(call.label, outputs)
 
-    def _receive(self, posted: _Posted, parts: Sequence[torch.Tensor]) -> None:
+    def _receive(self, posted: _Posted, parcels: Sequence[Parcel]) -> None:
         sent = posted.payloads.pop(self._state.id)
         if posted.copied is not None:
-            stream = torch.cuda.current_stream(parts[0].device)
+            stream = torch.cuda.current_stream(sent[0].device)
             stream.wait_event(posted.copied)
             for tensor in sent:
                 tensor.record_stream(stream)
-        for part, tensor in zip(parts, sent, strict=True):
-            part.copy_(tensor)
+        for parcel, payload in zip(parcels, sent, strict=True):
+            unpack(payload, parcel.parts)
 
     def _post(self, mine: _Posted) -> int:
         calls = self._calls(self._state, mine.call)

@@ -103,6 +103,29 @@ def on_owners(operation: Callable[..., Any]) -> Callable[[Mesh], Callable[[Value
     return build
 
 
+def on_owners_coalesced(operation: Callable[..., Any]) -> Callable[[Mesh], Callable[[Values], tuple[Values, mf.Token]]]:
+    """Both groups in one exchange; and the second exchange moves them again, in the other order."""
+
+    def build(mesh: Mesh) -> Callable[[Values], tuple[Values, mf.Token]]:
+        layouts = owner_layouts(mesh)
+
+        def run(values: Values) -> tuple[Values, mf.Token]:
+            token, results = mf.Token.linked_to(values["anchor"]), {}
+            for names in (("b", "a"), ("a", "b")):
+                sources = [{i: before(tensor) for i, tensor in values[name].items()} for name in names]
+                owners = [layouts[name] for name in names]
+                found, token = operation(sources, owner_layouts=owners, dtype=DTYPE, after=token)
+                for name, group in zip(names, found, strict=True):
+                    for i, tensor in group.items():
+                        moved = after(tensor)
+                        results[name, i] = 0.5 * moved + results.get((name, i), 0)
+            return {name: {i: results[name, i] for key, i in results if key == name} for name in layouts}, token
+
+        return run
+
+    return build
+
+
 def dense_gather(inputs: list[Values], mesh: Mesh) -> list[Values]:
     results: list[Values] = [{} for _ in mesh.ranks]
     for name, owners in owner_layouts(mesh).items():
@@ -219,6 +242,12 @@ SUM, AVERAGE = mf.Partial("sum"), mf.Partial("avg")
 OPERATIONS: dict[str, Operation] = {
     "gather": Operation(lambda mesh: owner_inputs(mesh, shards), on_owners(mf.gather), dense_gather),
     "scatter": Operation(lambda mesh: owner_inputs(mesh, owned), on_owners(mf.scatter), dense_scatter),
+    "gather_coalesced": Operation(
+        lambda mesh: owner_inputs(mesh, shards), on_owners_coalesced(mf.gather_coalesced), dense_gather
+    ),
+    "scatter_coalesced": Operation(
+        lambda mesh: owner_inputs(mesh, owned), on_owners_coalesced(mf.scatter_coalesced), dense_scatter
+    ),
     "allgather": on_buffers((ROWS, WHOLE), (TENSORS, WHOLE), allgather),
     "reduce_scatter": on_buffers((AVERAGE, ROWS), (SUM, TENSORS), reduce_scatter),
     "allreduce": on_buffers((AVERAGE, WHOLE), (SUM, WHOLE), allreduce),

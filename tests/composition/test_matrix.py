@@ -15,8 +15,11 @@ from tests.composition.table import ALL_CELLS, MATRIX, render
 from tests.composition.transforms import TRANSFORMS
 from tests.spawn import RankPool
 
-# torch itself uses what it has deprecated: at the first `jvp`, and when Inductor is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+# torch itself uses what it has deprecated: at the first `jvp`, when Inductor is imported, and where it lowers `diagonal`.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch._prims_common.check`:FutureWarning"),
+]
 
 Outcomes = dict[tuple[str, Cell], str]
 
@@ -30,6 +33,7 @@ COMPILED = [
     Cell("redistribute", "vjp", "aot_eager"),
     Cell("allreduce", "jacrev", "aot_eager"),
     Cell("view", "plain", "aot_eager"),
+    Cell("gather_coalesced", "vjp", "aot_eager"),
     Cell("scatter", "grad", "inductor"),
     Cell("reduce_scatter", "vmap, unequal batches", "inductor"),
 ]
