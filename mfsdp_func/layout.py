@@ -230,6 +230,18 @@ class GlobalLayout:
                 found.append((k, Range(met.start - base, met.numel)))
         return found
 
+    def holders_of(self, tensor_index: int, shard_count: int) -> list[int]:
+        """The shards that hold an element of a tensor, in buffer order."""
+        start, numel = self.tensor_to_offset[tensor_index], self.tensor_numels[tensor_index]
+        if not numel:
+            return []
+        starts, step = self.rank_to_offset, self.dp_size // shard_count
+        first = (bisect_right(starts, start) - 1) // step
+        last = (bisect_left(starts, start + numel) - 1) // step
+        if first == last:
+            return [first]
+        return [first, *(k for k in range(first + 1, last) if starts[k * step] < starts[(k + 1) * step]), last]
+
     def keeps_rows(self, tensor_index: int, shard_count: int) -> bool:
         """Whether no boundary of `shard_count` shards splits a row of a tensor."""
         row, whole = self.row_numel(tensor_index), self.get_tensor_range(tensor_index)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -168,9 +169,13 @@ def teller_of(linear: LinearMap) -> int | None:
     return None if isinstance(linear, Collective) else linear.local.teller
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
 def _plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors' memory as it will travel: contiguous, without lazy conjugation or negation."""
-    if all(t.is_contiguous() and not (t.requires_grad or t.is_neg() or t.is_conj()) for t in tensors):
+    as_it_is = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(_REQUIRES_GRAD, tensors))
+    if as_it_is and not any(map(torch.Tensor.is_neg, tensors)) and not any(map(torch.Tensor.is_conj, tensors)):
         return tensors
     return [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 
 import torch
 from torch.fx.node import has_side_effect
@@ -41,7 +42,8 @@ def check_tensors(
         ValueError: on a wrong number of elements, or on mixed devices.
     """
     first = tensors[0] if tensors else None
-    for name, tensor, numel in zip(names, tensors, linear.input_numels, strict=True):
+    every = () if _are_alike(linear, tensors) else zip(names, tensors, linear.input_numels, strict=True)
+    for name, tensor, numel in every:
         if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{linear.label}: tensor {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
@@ -77,6 +79,20 @@ def check_tensors(
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
         raise ValueError(f"{linear.label}: device={device} was asserted, but tensor {names[0]} is on {first.device}")
     return Options(first.dtype, first.device)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_DTYPE, _DEVICE, _LAYOUT = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
+
+
+def _are_alike(linear: LinearMap, tensors: Sequence[torch.Tensor]) -> bool:
+    """All checks of thousands of tensors at once: whether none of them would say anything."""
+    return (
+        {*map(type, tensors)} <= _PLAIN
+        and len({*map(_DTYPE, tensors)}) == len({*map(_DEVICE, tensors)}) == 1
+        and {*map(_LAYOUT, tensors)} == {torch.strided}
+        and tuple(map(torch.Tensor.numel, tensors)) == linear.input_numels
+    )
 
 
 def _options_without_tensor(

@@ -14,7 +14,6 @@ import torch
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.placement import Placement, Replicate, RowAtomic, Shard
-from mfsdp_func.ranges import Range
 
 CostFn: TypeAlias = Callable[[torch.Size], float]
 """The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
@@ -104,17 +103,17 @@ def assign_owner_work(
     load, owners = [0.0] * len(ranks), dict[int, int]()
     boundary: list[tuple[int, list[int]]] = []
     for i in sorted(indices, key=layout.tensor_to_offset.__getitem__):
-        held = layout.shards_of(i, Range(0, layout.tensor_numels[i]), len(ranks))
+        held = layout.holders_of(i, len(ranks))
         if not held:
             raise ValueError(
                 f"assign_owner_work: nobody holds tensor {i} {tuple(layout.tensor_shapes[i])};"
                 " leave out tensors without rows"
             )
         if len(held) == 1:
-            owners[i] = held[0][0]
+            owners[i] = held[0]
             load[owners[i]] += costs[i]
         else:
-            boundary.append((i, [k for k, _ in held]))
+            boundary.append((i, held))
     for i, holders in sorted(boundary, key=lambda item: -costs[item[0]]):
         owners[i] = min(holders, key=load.__getitem__)
         load[owners[i]] += costs[i]

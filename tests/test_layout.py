@@ -283,11 +283,19 @@ class TestSearch:
                 if met := {element - offset for element in segment & elements(part, offset)}:
                     expected.append((k, met))
             assert [(k, elements(met)) for k, met in layout.shards_of(i, part, count)] == expected
+            assert layout.holders_of(i, count) == [k for k, _ in layout.shards_of(i, Range(0, numel), count)]
+
+    @given(st.integers(1, 4), st.integers(1, 3), st.data())
+    def test_holders_where_segments_are_empty(self, count: int, per_shard: int, data: st.DataObject) -> None:
+        layout = data.draw(handmade_layouts(count * per_shard))
+        for i, numel in enumerate(layout.tensor_numels):
+            assert layout.holders_of(i, count) == [k for k, _ in layout.shards_of(i, Range(0, numel), count)]
 
     def test_an_empty_shard_inside_a_tensor_holds_nothing(self) -> None:
         layout = GlobalLayout([(4, 2)], [1], 10, [0, 3, 3, 3, 5, 10, 10])
         assert layout.shards_of(0, Range(0, 8), 7) == [(0, Range(0, 2)), (3, Range(2, 2)), (4, Range(4, 4))]
         assert layout.shards_of(0, Range(2, 1), 7) == [(3, Range(2, 1))]
+        assert layout.holders_of(0, 7) == [0, 3, 4]
 
     @given(st.integers(1, 5).flatmap(handmade_layouts))
     def test_keeps_rows(self, layout: GlobalLayout) -> None:

@@ -5,6 +5,7 @@ then takes the place of a view, a copy and a check of each.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -61,6 +62,9 @@ class Pair(NamedTuple):
     numel: int
 
 
+_NBYTES = attrgetter("nbytes")
+
+
 def locate(tensors: Sequence[torch.Tensor]) -> Memory:
     """Where tensors lie. Tensors of one storage are found by their addresses.
 
@@ -72,10 +76,11 @@ def locate(tensors: Sequence[torch.Tensor]) -> Memory:
     numbers: dict[tuple[int, int], int] = {}
     number, begin, end = -1, 0, 0
     itemsize = tensors[0].itemsize if tensors else 1
-    for tensor in tensors:
-        address = tensor.data_ptr()
+    for tensor, address, nbytes in zip(
+        tensors, map(torch.Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True
+    ):
         # Storages over foreign memory (NumPy's) may overlap, and be unaligned to one another.
-        if address < begin or address + tensor.nbytes > end or (address - begin) % itemsize:
+        if address < begin or address + nbytes > end or (address - begin) % itemsize:
             begin, end = _extent(tensor)
             number = numbers.setdefault((begin, end), len(storages))
             if number == len(storages):
