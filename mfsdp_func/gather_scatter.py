@@ -106,8 +106,8 @@ def gather_coalesced(
 ) -> tuple[list[dict[int, torch.Tensor]], Token]:
     """`gather` of several groups of one mesh in one exchange: bit for bit what a call for each returns.
 
-    All messages are under way together, and small pieces of different groups share messages; where a call is mostly
-    latency, or its owners are few, that is faster than one call after the other. All results are alive together.
+    Messages of all groups are under way together, and small pieces of different groups share messages; where a call is
+    mostly latency, or its owners are few, that is faster than one call after the other. All results are alive together.
 
     Args:
         sources: one per group; see `gather`. All tensors of all groups share one dtype and device.
@@ -339,7 +339,9 @@ def _run_traced(
         if not isinstance(group, GroupOwnerLayout):
             raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout")
     if len(sources) != len(owners) or not owners:
-        raise ValueError(f"{operation}: {len(sources)} dicts of tensors for {len(owners)} owner layouts")
+        raise ValueError(
+            f"{operation}: {len(sources)} dicts of tensors for {len(owners)} owner layouts; give one per group"
+        )
     plan, names, wirings = _constants(operation, tuple([group.key for group in owners]), include_own)
     inputs: list[torch.Tensor] = []
     for group, source, (needed, _, _) in zip(owners, sources, wirings, strict=True):

@@ -7,7 +7,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
-from mfsdp_func.joint_plan import JointPlan, join_plans
+from mfsdp_func.joint_plan import join_plans
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, as_mesh
 from mfsdp_func.movement import is_untransformed, launch
@@ -32,7 +32,8 @@ def gather(
 
     Raises:
         KeyError, ValueError, TypeError: before any communication; see `mfsdp_func.gather`.
-        RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form.
+        RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form; or on a destination
+            made in inference mode, outside of it.
     """
     _move_into("gather", (owner_layout,), (source,), (destination,))
 
@@ -61,7 +62,7 @@ def gather_coalesced(
     *,
     owner_layouts: Sequence[GroupOwnerLayout],
 ) -> None:
-    """`gather` of several groups of one mesh in one exchange; see `mfsdp_func.gather_coalesced`. Errors as there."""
+    """`gather` of several groups of one mesh in one exchange; see `mfsdp_func.gather_coalesced`. Errors: as `gather`'s."""
     _move_into("gather", owner_layouts, sources, destinations)
 
 
@@ -71,7 +72,7 @@ def scatter_coalesced(
     *,
     owner_layouts: Sequence[GroupOwnerLayout],
 ) -> None:
-    """`scatter` of several groups of one mesh in one exchange; see `mfsdp_func.scatter_coalesced`. Errors as there."""
+    """`scatter` of several groups of one mesh in one exchange; see `mfsdp_func.scatter_coalesced`. Errors: as `gather`'s."""
     _move_into("scatter", owner_layouts, sources, destinations)
 
 
@@ -101,7 +102,7 @@ def _move_into(
         plan = join_plans(plans)
         wirings = tuple(map(wiring_of, plans, owners))
         inputs = given_tensors(plans, wirings, sources)
-        targets = _destinations(plan, plans, wirings, destinations)
+        targets = _destinations(plans, wirings, destinations)
         first = targets[0] if targets else None
         dtype, device = (None, None) if first is None else (first.dtype, first.device)
         options = check_tensors(plan, names_of(plans), inputs, dtype, device, ())
@@ -120,14 +121,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _destinations(
-    whole: Plan | JointPlan,
     plans: Sequence[Plan],
     wirings: Sequence[Wiring],
     destinations: Sequence[Mapping[int, torch.Tensor]],
 ) -> list[torch.Tensor]:
     """The tensors that this rank receives into, in the order of the plans, checked."""
     if len(destinations) != len(plans):
-        raise ValueError(f"{whole.label}: {len(destinations)} destinations for {len(plans)} groups; give one per group")
+        raise ValueError(
+            f"{plans[0].operation}: {len(destinations)} destinations for {len(plans)} groups; give one per group"
+        )
     targets: list[torch.Tensor] = []
     for plan, wiring, destination in zip(plans, wirings, destinations, strict=True):
         if missing := [i for i in wiring.outputs if i not in destination]:
@@ -135,25 +137,30 @@ def _destinations(
                 f"{plan.label}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
                 f" {plan.mesh.rank} receives tensors {list(wiring.outputs)[:8]}"
             )
-        targets += [destination[i] for i in wiring.outputs]
-    first = targets[0] if targets else None
-    names = (i for wiring in wirings for i in wiring.outputs)
-    for i, target, numel in zip(names, targets, whole.output_numels, strict=True):
-        if not isinstance(target, torch.Tensor) or target.layout != torch.strided:
-            kind = f"{target.layout} tensor" if isinstance(target, torch.Tensor) else type(target).__name__
-            raise TypeError(f"{whole.label}: destination of tensor {i} must be a strided torch.Tensor, got a {kind}")
-        if target.is_inference() and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                f"{whole.label}: destination of tensor {i} was made in inference mode and may not be written to outside of it"
-            )
-        if target.numel() != numel:
-            raise ValueError(
-                f"{whole.label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
-                f" {whole.mesh.rank}, expected {numel}"
-            )
-        if target.dtype != first.dtype or target.device != first.device:  # pyright: ignore[reportOptionalMemberAccess]
-            raise TypeError(
-                f"{whole.label}: destination of tensor {i} is {target.dtype} on {target.device}, the first one"
-                f" {targets[0].dtype} on {targets[0].device}; one call moves one dtype on one device"
-            )
+        found = [destination[i] for i in wiring.outputs]
+        first = (targets or found or [torch.empty(0)])[0]
+        for i, target, numel in zip(wiring.outputs, found, plan.output_numels, strict=True):
+            _check_destination(plan, i, target, numel, first)
+        targets += found
     return targets
+
+
+def _check_destination(plan: Plan, i: int, target: torch.Tensor, numel: int, first: torch.Tensor) -> None:
+    strided = isinstance(target, torch.Tensor) and target.layout == torch.strided
+    if not strided or (type(target) is not torch.Tensor and hasattr(target, "to_local")):
+        kind = f"{target.layout} tensor" if type(target) is torch.Tensor else type(target).__name__
+        raise TypeError(f"{plan.label}: destination of tensor {i} must be a strided torch.Tensor, got a {kind}")
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{plan.label}: destination of tensor {i} was made in inference mode and may not be written to outside of it"
+        )
+    if target.numel() != numel:
+        raise ValueError(
+            f"{plan.label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
+            f" {plan.mesh.rank}, expected {numel}"
+        )
+    if target.dtype != first.dtype or target.device != first.device:
+        raise TypeError(
+            f"{plan.label}: destination of tensor {i} is {target.dtype} on {target.device}, the first one {first.dtype} on"
+            f" {first.device}; one call moves one dtype on one device"
+        )

@@ -36,6 +36,10 @@ class JointPlan(Exchange):
     def _hash(self) -> int:
         return hash(self.plans)
 
+    def __str__(self) -> str:
+        """The tables of all plans; their small pieces share messages."""
+        return "\n\n".join(map(str, self.plans))
+
     @property
     def mesh(self) -> Mesh:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The ranks."""
@@ -50,11 +54,6 @@ class JointPlan(Exchange):
     def digest(self) -> str:
         """A hash of all that the ranks must agree on, the same in every process."""
         return hashlib.sha256(" ".join(plan.digest for plan in self.plans).encode()).hexdigest()
-
-    @cached_property
-    def key(self) -> str:
-        """The plan as one rank runs it, as a string."""
-        return f"{self.digest}/{self.mesh.rank}"
 
     @cached_property
     def transpose(self) -> "JointPlan":
@@ -84,7 +83,7 @@ class JointPlan(Exchange):
                 for copy in view.copies
             ),
             teller=self._teller(rank),
-            told=tuple(sorted({send.peer for send in sends if self._teller(send.peer) == rank})),
+            told=tuple(sorted(peer for peer in {send.peer for send in sends} if self._teller(peer) == rank)),
         )
 
     def _teller(self, rank: int) -> int | None:

@@ -35,6 +35,7 @@ from mfsdp_func.transport import Call, Carrier, carrier_of
 from mfsdp_func.transport.agreement import agree, checking, report_fault
 from mfsdp_func.transport.collectives import start_collective
 from mfsdp_func.transport.exchange import empty_outputs, start_exchange
+from mfsdp_func.transport.memory import Memory, locate
 
 LinearMap: TypeAlias = Plan | JointPlan | Collective
 """A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""
@@ -51,20 +52,6 @@ def allocate(
         return empty_outputs(linear.local, dtype, device, batch, one_storage=one_storage)
     make = torch.empty if linear.stored is None else torch.zeros
     return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in linear.output_numels)
-
-
-def start(
-    linear: LinearMap,
-    carrier: Carrier,
-    call: Call,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    at_once: bool,
-) -> Callable[[], None]:
-    """Start running a map; the function returned waits for its end."""
-    if not isinstance(linear, Collective):
-        return start_exchange(linear.local, carrier, call, inputs, outputs, at_once=at_once)
-    return start_collective(linear, carrier, call, inputs[0], outputs[0], at_once=at_once)
 
 
 @dataclass(frozen=True)
@@ -117,14 +104,18 @@ def launch(
         linear: the map.
         options: see `Options`.
         batch: the trailing batch dims, of tensors of shape ``(numel, *batch)``; None where each has a shape of its own.
-        inputs: one tensor per input of the map.
+        inputs: one tensor per input of the map; of a collective, flat but for the batch dims.
         outputs: contiguous tensors to write into; new ones by default.
 
     Returns:
         The outputs; filled, unless inside `in_flight`.
+
+    Raises:
+        RuntimeError: before any communication, if the storage of a tensor has been freed.
     """
     carrier = carrier_of(linear.mesh)
     inputs = _plain(inputs)
+    sources, targets = _located(linear, options, inputs, outputs)
     differentiated = options.differentiated if linear.takes_part else None
     dtype = inputs[0].dtype if inputs else options.dtype
     call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
@@ -137,13 +128,30 @@ def launch(
     flight = _FLIGHT.get()
     # What is in flight is written after autograd has seen the outputs, and must not look like a change to them.
     written = outputs if flight is None else [output.data for output in outputs]
-    finish = start(linear, carrier, call, inputs, written, flight is not None)
+    if isinstance(linear, Collective):
+        finish = start_collective(linear, carrier, call, inputs[0], written[0], at_once=flight is not None)
+    else:
+        to = targets or locate(written)
+        finish = start_exchange(linear.local, carrier, call, sources, to, at_once=flight is not None)
     if flight is None:
         finish()
     else:
         flight.finishes += [carrier.watch(call, outputs), finish]
         flight.keep += inputs
     return tuple(outputs)
+
+
+def _located(
+    linear: LinearMap, options: Options, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
+) -> tuple[Memory, Memory | None]:
+    """Where the inputs lie, and the outputs, if they are there; a tensor that is not there is a fault."""
+    try:
+        return locate(inputs), None if outputs is None else locate(outputs)
+    except RuntimeError as error:
+        fault = RuntimeError(f"{linear.label}: on rank {linear.mesh.rank}, {error}")
+        if options.forward and checking():
+            report_fault(carrier_of(linear.mesh), linear.mesh, linear.label, fault)
+        raise fault from None
 
 
 @lru_cache(maxsize=4096)
@@ -296,7 +304,7 @@ def is_untransformed() -> bool:
 def move(
     linear: LinearMap, options: Options, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run a map on inputs of any shapes; returns the new link, and outputs of the map's `output_shapes`.
+    """Run a map on inputs of any shapes (a collective: flat); returns the new link, and outputs of its `output_shapes`.
 
     Raises:
         RuntimeError: inside a `torch.func` gradient on a rank that others wait for, but which has no input that could

@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -68,7 +68,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankView:
-    """All that one rank needs to take its part in a plan; slots and transfers in ascending order of the tensor.
+    """All that one rank needs to take its part in a plan.
+
+    Slots and transfers stand in ascending order of the tensor, and of several groups in the order of the groups.
 
     A rank that holds nothing before the exchange cannot see in which dtype its elements will come. Where carriers can
     tell it, one rank does: `teller` is the rank that tells this one, `told` are those that this one tells.
@@ -99,13 +101,22 @@ class RankView:
 
 
 class Exchange:
-    """What this process (``mesh.rank``) needs of its own view of a plan."""
+    """A plan, of one group or of several, as this process (``mesh.rank``) runs it."""
 
     mesh: Mesh
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def view(self, rank: int) -> RankView:
         """What `rank` holds, sends, receives and copies."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # no hash: that is of this process
+
+    @cached_property
+    def key(self) -> str:
+        """The plan as one rank runs it, as a string: what compiled code holds in place of the plan."""
+        return f"{self.digest}/{self.mesh.rank}"  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def input_numels(self) -> tuple[int, ...]:
@@ -210,11 +221,6 @@ class Plan(Exchange):
         back.__dict__["transpose"] = self
         return back
 
-    @cached_property
-    def key(self) -> str:
-        """The plan as one rank runs it, as a string: what compiled code holds in place of the plan."""
-        return f"{self.digest}/{self.mesh.rank}"
-
     def _peers(self, rank: int) -> tuple[int, ...]:
         """The ranks that share one copy of the buffer with `rank`, in buffer order."""
         return self._all_ranks if len(self.axes) == self.mesh.ndim else self.mesh.shard_ranks(self.axes, rank)
@@ -251,7 +257,7 @@ class Plan(Exchange):
             for k, part in self.source.shards_of(slot.tensor, slot.part, len(peers)):
                 if k != me:
                     receives.append(Transfer(peers[k], m, part.start - slot.part.start, part.numel))
-        told = sorted({peer for peer, *_ in sends if self._teller(peer) == rank})
+        told = sorted(peer for peer in {send.peer for send in sends} if self._teller(peer) == rank)
         return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies), self._teller(rank), tuple(told))
 
     def _teller(self, rank: int) -> int | None:

@@ -219,6 +219,26 @@ def test_one_element_of_any_stride_travels(ranks2: RankPool) -> None:
     assert ranks2.run(one_element_of_any_stride) == [[3.0, 13.0, 0.0], [13.0]]
 
 
+def give_freed(rank: int, check: bool) -> str:
+    owners = GroupOwnerLayout(Mesh(2, rank=rank), mf.build_for_row_atomic([(4, 2)], 2), {0: 0}, name="freed")
+    shard = torch.ones(4)
+    if rank == 1:
+        shard.untyped_storage().resize_(0)
+    with mf.agreement_check(check):
+        try:
+            mf.gather({0: shard}, owner_layout=owners)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_a_freed_shard_is_told_to_all_ranks(ranks2: RankPool) -> None:
+    for text in ranks2.run(give_freed, True):
+        assert "it was freed" in text
+        assert "gather 'freed'" in text
+
+
 def miscount(rank: int) -> str:
     mesh = Mesh(2, rank=rank)
     owners = [GroupOwnerLayout(mesh, mf.build_for_row_atomic([(4, 2)], 2), {0: 0}, name=name) for name in ("a", "b")]

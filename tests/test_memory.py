@@ -145,6 +145,13 @@ def test_freed_storages_are_refused() -> None:
         locate([tensor])
 
 
+def test_one_element_travels_as_a_view_of_its_memory() -> None:
+    tensor = torch.arange(7.0)[::5][1:]
+    for view in (packed([tensor]), room_for([tensor])):
+        assert view.data_ptr() == tensor.data_ptr()
+        assert view.view(torch.uint8).shape == (4,)
+
+
 @pytest.mark.parametrize("shape", [(6,), (3, 2)])
 def test_packing_and_unpacking(shape: tuple[int, ...]) -> None:
     flat = torch.arange(40.0)

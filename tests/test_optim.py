@@ -425,11 +425,16 @@ def test_muon_of_many_groups_is_two_exchanges() -> None:
     assert {sent.operation for sent in trace} == {"gather 'a' and 3 more", "scatter 'a' and 3 more"}
 
 
-def test_map_on_owners_refuses_keys_of_no_group() -> None:
+def test_map_on_owners_of_many_groups_reads_its_own_keys_alone() -> None:
     groups = {"a": GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})}
+    given = {("a", 0): torch.arange(4.0), ("b", 0): torch.zeros(1), 0: torch.zeros(1)}
+    parts, _ = optim.map_on_owners(lambda full: full, given, owner_layout=groups)
+    assert parts["a", 0].tolist() == [[0, 1], [2, 3]]
     for key in (0, ("b", 0)):
-        with pytest.raises(KeyError, match="none of the groups"):
+        with pytest.raises(KeyError, match="source has no entry for tensor 0"):
             optim.map_on_owners(lambda full: full, {key: torch.zeros(4)}, owner_layout=groups)
+    with pytest.raises(ValueError, match="give at least one"):
+        optim.muon(0.1, owner_layout={})
 
 
 def test_map_on_owners_is_gather_and_scatter() -> None:

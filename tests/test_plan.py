@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
+from mfsdp_func.joint_plan import JointPlan, join_plans
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
 from mfsdp_func.mesh import Mesh
@@ -403,6 +404,26 @@ def test_digests_are_equal_in_a_process_with_another_hash_seed() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True, timeout=120
     )
     assert pickle.loads(done.stdout) == all_digests()
+
+
+def plans_used() -> list[Plan | JointPlan]:
+    """Plans whose derived values have all been asked for."""
+    layout = build_for_row_atomic([(4, 2)], 2)
+    plans = tuple(gather_plan(GroupOwnerLayout(Mesh(2, rank=0), layout, {0: 1}), name) for name in "ab")
+    found: list[Plan | JointPlan] = [*plans, join_plans(plans)]
+    for plan in found:
+        assert hash(plan) == hash(plan.transpose.transpose)
+        assert plan.local.sends
+    return found
+
+
+def test_plans_from_a_process_with_other_hashes_are_equal() -> None:
+    code = "from tests.test_plan import plans_used; import pickle, sys; pickle.dump(plans_used(), sys.stdout.buffer)"
+    environ = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=True, timeout=120)
+    received, here = pickle.loads(done.stdout), plans_used()
+    assert received == here
+    assert [hash(plan) for plan in received] == [hash(plan) for plan in here]
 
 
 def digests_of_rank(rank: int, encoded: str) -> list[str]:

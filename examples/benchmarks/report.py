@@ -21,16 +21,22 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 
 def put_into(results: dict[str, Any], file: Path) -> None:
-    """Write the tables into a Markdown file, in the place of what stands between its two marks.
+    """Write the tables into a Markdown file, in the place of what stands between its two marks."""
+    before, after = around_marks(file)
+    file.write_text("\n".join([before + MARKS[0], "", *_sections(results), MARKS[1] + after]))
+
+
+def around_marks(file: Path) -> tuple[str, str]:
+    """The text before and after the place of the tables in a Markdown file.
 
     Raises:
-        ValueError: if it lacks one of them.
+        ValueError: if it lacks one of the marks.
     """
     before, _, rest = file.read_text().partition(MARKS[0])
     _, found, after = rest.partition(MARKS[1])
     if not found:
         raise ValueError(f"{file} lacks the marks {' and '.join(MARKS)}, between which the tables go")
-    file.write_text("\n".join([before + MARKS[0], "", *_sections(results), MARKS[1] + after]))
+    return before, after
 
 
 MARKS = "<!-- tables -->", "<!-- end of tables -->"
@@ -104,18 +110,20 @@ _KEYS = ("workload", "owners", "operation", "received nbytes")
 
 def _joined(ranks: dict[str, Any], section: str, columns: Sequence[str]) -> Rows:
     """The rows of all numbers of ranks side by side: a cell holds one number for each."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for found in ranks.values():
+    by_key: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for size, found in ranks.items():
         for row in found.get(section, []):
-            if columns[0] not in row:
-                continue
-            key = tuple(row.get(name) for name in _KEYS[:3])
-            joined = rows.setdefault(key, {})
-            for name in (*_KEYS, *columns):
-                if name in row:
-                    cell = _cell(name, row[name])
-                    joined[name] = cell if name in _KEYS[:3] else ", ".join([*filter(None, [joined.get(name)]), cell])
-    return list(rows.values())
+            if columns[0] in row:
+                by_key.setdefault(tuple(row.get(name) for name in _KEYS[:3]), {})[size] = row
+    rows: list[dict[str, Any]] = []
+    for key, by_size in by_key.items():
+        joined: dict[str, Any] = {name: value for name, value in zip(_KEYS, key, strict=False) if value is not None}
+        for name in (_KEYS[3], *columns):
+            cells = [_cell(name, by_size.get(size, {}).get(name)) or "-" for size in ranks]
+            if set(cells) != {"-"}:
+                joined[name] = ", ".join(cells)
+        rows.append(joined)
+    return rows
 
 
 def _table(rows: Rows) -> list[str]:

@@ -21,7 +21,7 @@ from model import model_rows
 from movement import movement_rows
 from overlap import can_slow_links, measure_overlap
 from planning import load_rows, planning_rows, warm_rows
-from report import put_into, write_report
+from report import around_marks, put_into, write_report
 from steps import TOLERANCE, largest_difference, steps_of
 from thresholds import SIZES, alpha_beta, measure_thresholds
 from workloads import Workload, workloads
@@ -153,6 +153,8 @@ def measure_alone(options: argparse.Namespace, results: Results) -> None:
 def main() -> None:
     """See the module."""
     options = parse()
+    if options.readme:
+        around_marks(options.readme)  # before an hour is spent
     options.out.mkdir(parents=True, exist_ok=True)
     results: Results = {"environment": environment(), "ranks": {}}
     if "RANK" in os.environ:

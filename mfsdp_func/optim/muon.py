@@ -60,7 +60,8 @@ def muon(
     ``stack_equal_shapes=False``.
 
     With owner layouts of several groups by name (blocks of a model, whose buffers are their own), keys are pairs
-    ``(name, tensor index)``: all groups move in one exchange each way, and equal shapes of all of them are stacked.
+    ``(name, tensor index)``: all groups move in one exchange each way, and equal shapes of all of them are stacked. They
+    share one dtype; else give `ns_dtype`, in which everything travels.
 
     Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
     Scalable for LLM Training", 2025 ("match_rms_adamw").
@@ -122,11 +123,11 @@ def muon(
         given = {i: grads[i].to(mean.dtype) for i, mean in state.momentum.items()}
         means = {i: torch.lerp(mean, given[i], 1 - momentum) for i, mean in state.momentum.items()}
         mixed = {i: torch.lerp(given[i], mean, momentum) for i, mean in means.items()} if nesterov else means
-        if owner_layout is None or taking_part is None:
+        if owner_layout is None:
             shapes = {i: params[i].shape for i in mixed}
             directions = orthogonalize(mixed)
         else:
-            shapes = taking_part
+            shapes = owned_shapes(owner_layout)
             travelling = {i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixed.items() if shard.numel()}
             directions, _ = map_on_owners(orthogonalize, travelling, owner_layout=owner_layout, dtype=ns_dtype)
         updates: dict[Any, torch.Tensor] = {}

@@ -11,7 +11,7 @@ import torch
 
 from mfsdp_func.plan import Message, RankView, group_messages
 from mfsdp_func.transport.carrier import Call, Carrier, Parcel
-from mfsdp_func.transport.memory import Block, Memory, Pair, Places, blocks_of, locate, pair_blocks
+from mfsdp_func.transport.memory import Block, Memory, Pair, Places, blocks_of, copy_all, pair_blocks
 
 _ALIGNMENT_NBYTES = 64
 
@@ -20,36 +20,34 @@ def start_exchange(
     view: RankView,
     carrier: Carrier,
     call: Call,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
+    sources: Memory,
+    targets: Memory,
     *,
     at_once: bool,
 ) -> Callable[[], None]:
-    """Start moving elements from `inputs` to `outputs`; the function returned waits until they have arrived.
+    """Start moving elements from `sources` to `targets`; the function returned waits until they have arrived.
 
     Args:
-        view: what moves; `inputs` and `outputs` match its slots.
+        view: what moves; `sources` and `targets` match its slots.
         carrier: who moves it.
         call: this call; its dtype is known.
-        inputs: contiguous, of any shape with the slot's elements, each with its elements of ``call.batch``; read until
-            the exchange has ended.
-        outputs: likewise; written.
+        sources: where tensors lie that hold the elements of the input slots, each element with its ``call.batch``; read
+            until the exchange has ended.
+        targets: likewise of the output slots; written.
         at_once: see `Carrier.exchange`.
     """
     scale = math.prod(call.batch)
     element_nbytes = scale * call.dtype.itemsize if call.dtype else 0
-    told = carrier.tell(call, view.told) if view.told and carrier.tells_dtype(inputs[0].device) else None
+    told = carrier.tell(call, view.told) if view.told and carrier.tells_dtype(sources.device) else None
     outgoing, incoming = [], []  # a rank that moves nothing makes its call all the same
     copied, copied_to = [], []
     if element_nbytes:
-        sources, targets = locate(inputs), locate(outputs)
         limits = tuple(max(1, nbytes // element_nbytes) for nbytes in carrier.packing(call.mesh))
         route = _route(view, limits, scale, sources.places, targets.places)
         outgoing, incoming = _parcels(route.sends, sources), _parcels(route.receives, targets)
         copied, copied_to = sources.views(*route.copied), targets.views(*route.copied_to)
     finish = carrier.exchange(call, outgoing, incoming, at_once=at_once)
-    if copied:  # while messages are under way
-        torch._foreach_copy_(copied_to, copied)  # pyright: ignore[reportPrivateUsage]
+    copy_all(copied_to, copied)  # while messages are under way
 
     def wait() -> None:
         finish()
@@ -59,7 +57,7 @@ def start_exchange(
     return wait if told is not None else finish
 
 
-_Sent: TypeAlias = tuple[tuple[Message, tuple[Block, ...]], ...]
+_Cut: TypeAlias = tuple[tuple[Message, tuple[Block, ...]], ...]
 _Views: TypeAlias = tuple[tuple[Block, ...], tuple[Block, ...]]
 """What `Memory.views` takes."""
 
@@ -67,8 +65,8 @@ _Views: TypeAlias = tuple[tuple[Block, ...], tuple[Block, ...]]
 class _Route(NamedTuple):
     """One rank's part in an exchange between tensors that lie in a certain way."""
 
-    sends: _Sent
-    receives: _Sent
+    sends: _Cut
+    receives: _Cut
     copied: _Views
     copied_to: _Views
 
@@ -79,7 +77,7 @@ def _route(view: RankView, limits: tuple[int, ...], scale: int, sources: Places,
         storage, at = places[slot]
         return storage, at + start * scale
 
-    def blocks(messages: Sequence[Message], places: Places) -> _Sent:
+    def blocks(messages: Sequence[Message], places: Places) -> _Cut:
         return tuple(
             (message, blocks_of((place(places, slot, at), numel * scale) for _, slot, at, numel in message.transfers))
             for message in messages
@@ -106,7 +104,7 @@ def _views_to_copy(pairs: Iterable[Pair]) -> tuple[_Views, _Views]:
     return views(0), views(1)
 
 
-def _parcels(messages: _Sent, memory: Memory) -> list[Parcel]:
+def _parcels(messages: _Cut, memory: Memory) -> list[Parcel]:
     return [
         Parcel(message.peer, message.stage, tuple([memory.view(block) for block in blocks]))
         for message, blocks in messages

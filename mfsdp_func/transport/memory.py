@@ -27,6 +27,11 @@ class Memory(NamedTuple):
     storages: tuple[tuple[torch.Tensor, int], ...]
     places: Places
 
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors, of which there is at least one."""
+        return self.storages[0][0].device
+
     def view(self, block: "Block") -> torch.Tensor:
         """The elements of a block: ``(count, numel)``, or 1-D where there is one run."""
         tensor, start = self.storages[block.storage]
@@ -154,24 +159,34 @@ def _last(block: Block) -> int:
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of the parts, one part after the other, 1-D: the memory itself where that is one contiguous part."""
-    if len(parts) == 1 and parts[0].is_contiguous():
-        return parts[0].view(-1)
-    buffer = room_for(parts)
-    torch._foreach_copy_(_split_like(buffer, parts), list(parts))  # pyright: ignore[reportPrivateUsage]
-    return buffer
+    room = room_for(parts)
+    if room.data_ptr() != parts[0].data_ptr():
+        copy_all(_split_like(room, parts), parts)
+    return room
 
 
 def room_for(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Memory to receive parts into: their own where that is one contiguous part, else a buffer for `unpack`."""
     if len(parts) == 1 and parts[0].is_contiguous():
-        return parts[0].view(-1)
+        return parts[0].as_strided((parts[0].numel(),), (1,))  # no view: of one element the stride may be anything
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 def unpack(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Bring elements from a buffer into the parts, unless they have been received there."""
-    if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
-        torch._foreach_copy_(list(parts), _split_like(buffer, parts))  # pyright: ignore[reportPrivateUsage]
+    if buffer.data_ptr() != parts[0].data_ptr():
+        copy_all(parts, _split_like(buffer, parts))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target: blocks one by one, the (1-D) runs together, for which CUDA has one kernel."""
+    runs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dim() == 1]
+    if len(runs) < len(targets):
+        for target, source in zip(targets, sources, strict=True):
+            if target.dim() > 1:
+                target.copy_(source)
+    if runs:
+        torch._foreach_copy_([target for target, _ in runs], [source for _, source in runs])  # pyright: ignore[reportPrivateUsage]
 
 
 def _split_like(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

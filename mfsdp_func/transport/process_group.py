@@ -25,8 +25,8 @@ from mfsdp_func.transport.native import native_collective
 # packing costs two more passes over them. Direct over packed: 4 at 4 KiB, 1.0 to 1.1 at 32 KiB, 0.7 to 0.8 at 64 KiB
 # (examples/benchmarks/thresholds.py).
 DIRECT_NBYTES = 64 * 1024
-# Buffers for packed messages in flight, all peers together: two stages, each way. 8 MB of small tensors take 1.3 to 1.5
-# times as long with half of it, and hardly less with twice as much.
+# Buffers for packed messages in flight, all peers together: two stages, each way, and a third one where no large pieces
+# come first. 8 MB of small tensors take 1.3 to 1.5 times as long with half of it, and hardly less with twice as much.
 PACKED_NBYTES = 4 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
 
