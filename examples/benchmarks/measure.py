@@ -6,7 +6,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
+Message = tuple[torch.Tensor, int]
 
 
 def time_rounds(
@@ -32,8 +33,10 @@ def time_rounds(
             if prepare is not None:
                 prepare[name]()
             dist.barrier()
+            synchronize()
             start = time.perf_counter()
             result = runs[name]()
+            synchronize()
             elapsed = time.perf_counter() - start
             del result
             if number >= 0:
@@ -100,8 +103,37 @@ def _commit() -> str:
 
 
 def join() -> tuple[int, int]:
-    """Join the process group that torchrun (or the driver) describes; returns this rank and the number of ranks."""
+    """Join the process group that torchrun (or the driver) describes; returns this rank and the number of ranks.
+
+    NCCL, and all tensors on CUDA, where there is a device for each rank of this machine; else gloo and the CPU.
+    """
     torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend)
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
+
+
+def on_cuda() -> bool:
+    """Whether `join` chose CUDA."""
+    return torch.get_default_device().type == "cuda"
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def post(receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+    """Start messages, each a contiguous tensor and a rank, as bytes; NCCL wants all of them as one batch."""
+    if on_cuda():
+        operations = [dist.P2POp(dist.irecv, tensor.view(torch.uint8), peer) for tensor, peer in receives]
+        operations += [dist.P2POp(dist.isend, tensor.view(torch.uint8), peer) for tensor, peer in sends]
+        return dist.batch_isend_irecv(operations) if operations else []
+    works = [dist.irecv(tensor.view(torch.uint8), peer) for tensor, peer in receives]
+    return [work for work in (*works, *(dist.isend(t.view(torch.uint8), peer) for t, peer in sends)) if work]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import on_cuda, synchronize
 from workloads import Workload, place
 
 import mfsdp_func as mf
@@ -19,10 +20,10 @@ def peak_rows(workloads: list[Workload]) -> list[dict[str, Any]]:
 
     The kernel's mark of resident memory (VmHWM) is reset before the call and read after it; what it rose above the
     resident memory before, less the result, is transient: buffers of this library, of torch and of gloo alike.
-    Empty where the system has no such mark.
+    On CUDA, the allocator's own marks. Empty where the system has no such mark.
     """
     rows: list[dict[str, Any]] = []
-    if not _reset_mark():
+    if not on_cuda() and not _reset_mark():
         return rows
     mesh = Mesh(dist.get_world_size(), rank=dist.get_rank())
     for workload in workloads:
@@ -31,10 +32,17 @@ def peak_rows(workloads: list[Workload]) -> list[dict[str, Any]]:
         gc.collect()
         _give_back()
         dist.barrier()
-        _reset_mark()
-        before = _resident("VmRSS")
-        results = _gather_all(placed)
-        peak = _resident("VmHWM") - before
+        synchronize()
+        if on_cuda():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            results = _gather_all(placed)
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            _reset_mark()
+            before = _resident("VmRSS")
+            results = _gather_all(placed)
+            peak = _resident("VmHWM") - before
         nbytes = sum(tensor.nbytes for tensors in results for tensor in tensors.values())
         table = torch.tensor([[nbytes, max(0, peak - nbytes)]])
         gathered = [torch.zeros_like(table) for _ in mesh.ranks]

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from measure import medians, ratio, time_rounds
+from measure import Message, medians, post, ratio, time_rounds
 from workloads import Owning, Placed, Workload, check_gathered, check_scattered, place
 
 import mfsdp_func as mf
@@ -146,17 +146,17 @@ class Limit:
         self._incoming = _by_peer(transfer for view in views for transfer in view.receives)
         self._own = torch.zeros(sum(copy.numel for view in views for copy in view.copies), dtype=dtype)
         outgoing = _by_peer(transfer for view in views for transfer in view.sends)
-        self._buffers = [(peer, torch.zeros(numel, dtype=dtype)) for peer, numel in outgoing.items()]
+        self._buffers = [(torch.zeros(numel, dtype=dtype), peer) for peer, numel in outgoing.items()]
         self.total = sum(self._incoming.values()) + self._own.numel()
 
     def run(self, room: torch.Tensor) -> Tensors:
         """Fill `room`, of `total` elements; what is returned keeps it alive until the clock has stopped."""
-        works: list[Any] = []
+        receives: list[Message] = []
         at = 0
         for peer, numel in self._incoming.items():
-            works.append(dist.irecv(_bytes(room[at : at + numel]), peer))
+            receives.append((room[at : at + numel], peer))
             at += numel
-        works += [dist.isend(_bytes(buffer), peer) for peer, buffer in self._buffers]
+        works = post(receives, self._buffers)
         room[at:].copy_(self._own)
         for work in works:
             work.wait()
@@ -170,10 +170,6 @@ def _by_peer(transfers: Iterable[Transfer]) -> dict[int, int]:
     return numels
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
 # The documented way: every call recomputes the ranges of all ranks; every received chunk has a buffer of its own;
 # chunks are concatenated and copied into the destination.
 
@@ -181,18 +177,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def documented_gather(source: Tensors, destination: Tensors, owners: mf.GroupOwnerLayout) -> None:
     """Fill `destination` with the full tensors that this rank owns."""
     me = owners.mesh.get_rank()
-    works: list[Any] = []
+    receives, sends = list[Message](), list[Message]()
     chunks: dict[int, list[torch.Tensor]] = {}
     for i, owner in owners.tensor_to_owner.items():
         for rank, held in _held_ranges(owners, i).items():
             if owner == me:
                 own = source[i].reshape(-1) if rank == me else torch.empty(held.numel, dtype=destination[i].dtype)
                 if rank != me:
-                    works.append(dist.irecv(_bytes(own), rank))
+                    receives.append((own, rank))
                 chunks.setdefault(i, []).append(own)
             elif rank == me:
-                works.append(dist.isend(_bytes(source[i].reshape(-1).contiguous()), owner))
-    for work in works:
+                sends.append((source[i].reshape(-1).contiguous(), owner))
+    for work in post(receives, sends):
         work.wait()
     for i, found in chunks.items():
         destination[i].copy_(torch.cat(found).view(destination[i].shape))
@@ -201,17 +197,17 @@ def documented_gather(source: Tensors, destination: Tensors, owners: mf.GroupOwn
 def documented_scatter(source: Tensors, destination: Tensors, owners: mf.GroupOwnerLayout) -> None:
     """Fill `destination` with this rank's parts of the tensors that others own."""
     me = owners.mesh.get_rank()
-    works: list[Any] = []
+    receives, sends = list[Message](), list[Message]()
     received: dict[int, torch.Tensor] = {}
     for i, owner in owners.tensor_to_owner.items():
         for rank, held in _held_ranges(owners, i).items():
             if owner == me and rank != me:
                 flat = source[i].reshape(-1)
-                works.append(dist.isend(_bytes(flat[held.start : held.start + held.numel]), rank))
+                sends.append((flat[held.start : held.start + held.numel], rank))
             elif rank == me and owner != me:
                 received[i] = torch.empty(held.numel, dtype=destination[i].dtype)
-                works.append(dist.irecv(_bytes(received[i]), owner))
-    for work in works:
+                receives.append((received[i], owner))
+    for work in post(receives, sends):
         work.wait()
     for i, chunk in received.items():
         destination[i].copy_(chunk.view(destination[i].shape))

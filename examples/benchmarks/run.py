@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import group_row
-from measure import environment, join, medians, ratio, time_rounds
+from measure import environment, join, medians, on_cuda, ratio, time_rounds
 from memory import peak_rows
 from model import model_rows
 from movement import movement_rows
@@ -92,7 +92,7 @@ def measure_on_ranks(options: argparse.Namespace) -> Results:
         ]
     if said("memory"):
         results["memory"] = peak_rows([workload for workload in chosen if workload.nbytes < 1 << 30])
-    if said("thresholds") and mesh.size() == 2:
+    if said("thresholds") and mesh.size() == 2 and not on_cuda():
         results["thresholds"] = measure_thresholds(SIZES if options.scale == 1 else SIZES[:2], rounds=options.rounds)
     return results
 
@@ -101,7 +101,9 @@ def free_nbytes() -> int:
     """Memory that is free on the machine, as rank 0 sees it, so that all ranks decide alike."""
     meminfo = Path("/proc/meminfo")
     free = 1 << 62
-    if meminfo.exists():
+    if on_cuda():
+        free = torch.cuda.mem_get_info()[0] * dist.get_world_size()
+    elif meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = 1024 * int(fields["MemAvailable"].split()[0])
     told = torch.tensor(free)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import on_cuda
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,9 +47,12 @@ class Step:
 
 def matrices(shapes: list[Shape]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Weights and gradients, the same on all ranks."""
-    generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(shape, generator=generator) / shape[1] ** 0.5 for shape in shapes]
-    return weights, [torch.randn(shape, generator=generator) for shape in shapes]
+    generator = torch.Generator("cpu").manual_seed(5)
+
+    def randn(shape: Shape) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+    return [randn(shape) / shape[1] ** 0.5 for shape in shapes], [randn(shape) for shape in shapes]
 
 
 def steps_of(blocks: list[list[Shape]], *, peer: bool = True) -> dict[str, Step]:
@@ -58,7 +62,7 @@ def steps_of(blocks: list[list[Shape]], *, peer: bool = True) -> dict[str, Step]
         blocks: matrix shapes per block.
         peer: whether to measure the package muon-fsdp2, if it is installed.
     """
-    device_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device_mesh = init_device_mesh("cuda" if on_cuda() else "cpu", (dist.get_world_size(),))
     shapes = [shape for block in blocks for shape in block]
     weights, gradients = matrices(shapes)
     found = {"full tensor": _full_tensor(device_mesh, weights, gradients)}

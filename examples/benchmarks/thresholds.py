@@ -1,14 +1,14 @@
 """Where one message per piece and one packed message cost the same: the figures behind the transport's threshold.
 
-``torchrun --nproc-per-node 2 thresholds.py`` prints, per size of a piece, the time of sending 64 of them one by one and
-packed, each received into its place, and what a message costs beyond its bytes.
+``torchrun --nproc-per-node 2 thresholds.py`` prints, on gloo and the CPU, per size of a piece, the time of sending 64 of
+them one by one and packed, each received into its place, and what a message costs beyond its bytes.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import join, medians, ratio, time_rounds
+from measure import medians, ratio, time_rounds
 
 SIZES = tuple(2**power for power in range(10, 21))
 """Bytes of one piece."""
@@ -69,7 +69,8 @@ def alpha_beta(rows: list[dict[str, float]], pieces: int = 64) -> tuple[float, f
 
 
 if __name__ == "__main__":
-    join()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
     table = measure_thresholds()
     if dist.get_rank() == 0:
         for row in table:
