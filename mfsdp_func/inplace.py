@@ -7,11 +7,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
-from mfsdp_func.joint_plan import join_plans
+from mfsdp_func.joint_plan import JointPlan, join_plans
 from mfsdp_func.layout import GlobalLayout
 from mfsdp_func.mesh import Mesh, as_mesh
 from mfsdp_func.movement import is_untransformed, launch
-from mfsdp_func.operation import check_tensors, faults_reported
+from mfsdp_func.operation import are_alike, check_tensors, faults_reported
 from mfsdp_func.owner_planning import GroupOwnerLayout
 from mfsdp_func.placement import RowAtomic
 from mfsdp_func.plan import Plan
@@ -102,7 +102,7 @@ def _move_into(
         plan = join_plans(plans)
         wirings = tuple(map(wiring_of, plans, owners))
         inputs = given_tensors(plans, wirings, sources)
-        targets = _destinations(plans, wirings, destinations)
+        targets = _destinations(plan, plans, wirings, destinations)
         first = targets[0] if targets else None
         dtype, device = (None, None) if first is None else (first.dtype, first.device)
         options = check_tensors(plan, names_of(plans), inputs, dtype, device, ())
@@ -121,6 +121,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _destinations(
+    whole: Plan | JointPlan,
     plans: Sequence[Plan],
     wirings: Sequence[Wiring],
     destinations: Sequence[Mapping[int, torch.Tensor]],
@@ -137,11 +138,12 @@ def _destinations(
                 f"{plan.label}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
                 f" {plan.mesh.rank} receives tensors {list(wiring.outputs)[:8]}"
             )
-        found = [destination[i] for i in wiring.outputs]
-        first = (targets or found or [torch.empty(0)])[0]
-        for i, target, numel in zip(wiring.outputs, found, plan.output_numels, strict=True):
-            _check_destination(plan, i, target, numel, first)
-        targets += found
+        targets += [destination[i] for i in wiring.outputs]
+    if not are_alike(targets, whole.output_numels) or any(map(torch.Tensor.is_inference, targets)):
+        remaining = iter(targets)
+        for plan, wiring in zip(plans, wirings, strict=True):
+            for i, numel in zip(wiring.outputs, plan.output_numels, strict=True):
+                _check_destination(plan, i, next(remaining), numel, targets[0])
     return targets
 
 

@@ -59,7 +59,7 @@ class JointPlan(Exchange):
     def transpose(self) -> "JointPlan":
         """The plan back. `plan.transpose.transpose is plan`."""
         back = JointPlan(tuple(plan.transpose for plan in self.plans))
-        back.__dict__["transpose"] = self
+        vars(back)["transpose"] = self
         return back
 
     def view(self, rank: int) -> RankView:

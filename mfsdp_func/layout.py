@@ -216,28 +216,24 @@ class GlobalLayout:
 
     def shards_of(self, tensor_index: int, part: Range, shard_count: int) -> list[tuple[int, Range]]:
         """The shards that hold elements `part` of a tensor, in buffer order, each with the elements of the tensor."""
-        if not part.numel:
-            return []
         base = self.tensor_to_offset[tensor_index]
-        wanted, step = Range(base + part.start, part.numel), self.dp_size // shard_count
+        wanted = Range(base + part.start, part.numel)
         found: list[tuple[int, Range]] = []
-        for k in range((bisect_right(self.rank_to_offset, wanted.start) - 1) // step, shard_count):
-            segment = self.get_segment(k, shard_count)
-            if segment.start >= wanted.end:
-                break
-            met = intersect_ranges(segment, wanted)
-            if met.numel:
-                found.append((k, Range(met.start - base, met.numel)))
+        for k in self._shards_that_meet(wanted, shard_count):
+            met = intersect_ranges(self.get_segment(k, shard_count), wanted)
+            found.append((k, Range(met.start - base, met.numel)))
         return found
 
     def holders_of(self, tensor_index: int, shard_count: int) -> list[int]:
         """The shards that hold an element of a tensor, in buffer order."""
-        start, numel = self.tensor_to_offset[tensor_index], self.tensor_numels[tensor_index]
-        if not numel:
+        return self._shards_that_meet(self.get_tensor_range(tensor_index), shard_count)
+
+    def _shards_that_meet(self, piece: Range, shard_count: int) -> list[int]:
+        if not piece.numel:
             return []
         starts, step = self.rank_to_offset, self.dp_size // shard_count
-        first = (bisect_right(starts, start) - 1) // step
-        last = (bisect_left(starts, start + numel) - 1) // step
+        first = (bisect_right(starts, piece.start) - 1) // step
+        last = (bisect_left(starts, piece.end) - 1) // step
         if first == last:
             return [first]
         return [first, *(k for k in range(first + 1, last) if starts[k * step] < starts[(k + 1) * step]), last]

@@ -114,8 +114,10 @@ def launch(
         RuntimeError: before any communication, if the storage of a tensor has been freed.
     """
     carrier = carrier_of(linear.mesh)
+    flight = _FLIGHT.get()
     inputs = _plain(inputs)
-    sources, targets = _located(linear, options, inputs, outputs)
+    sources = _located(linear, options, inputs)
+    targets = None if outputs is None else _located(linear, options, _written(outputs, flight))
     differentiated = options.differentiated if linear.takes_part else None
     dtype = inputs[0].dtype if inputs else options.dtype
     call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
@@ -125,14 +127,12 @@ def launch(
         call = replace(call, dtype=_told_dtype(carrier, call, teller))
     if outputs is None:
         outputs = allocate(linear, call.dtype or torch.float32, options.device, batch, True)
-    flight = _FLIGHT.get()
-    # What is in flight is written after autograd has seen the outputs, and must not look like a change to them.
-    written = outputs if flight is None else [output.data for output in outputs]
+    at_once = flight is not None
     if isinstance(linear, Collective):
-        finish = start_collective(linear, carrier, call, inputs[0], written[0], at_once=flight is not None)
+        finish = start_collective(linear, carrier, call, inputs[0], _written(outputs, flight)[0], at_once=at_once)
     else:
-        to = targets or locate(written)
-        finish = start_exchange(linear.local, carrier, call, sources, to, at_once=flight is not None)
+        targets = targets or locate(_written(outputs, flight))
+        finish = start_exchange(linear.local, carrier, call, sources, targets, at_once=at_once)
     if flight is None:
         finish()
     else:
@@ -141,12 +141,18 @@ def launch(
     return tuple(outputs)
 
 
-def _located(
-    linear: LinearMap, options: Options, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
-) -> tuple[Memory, Memory | None]:
-    """Where the inputs lie, and the outputs, if they are there; a tensor that is not there is a fault."""
+def _written(outputs: Sequence[torch.Tensor], flight: Flight | None) -> Sequence[torch.Tensor]:
+    """The outputs as they are written to.
+
+    What is in flight is written after autograd has seen the outputs, and must not look like a change to them.
+    """
+    return outputs if flight is None else [output.data for output in outputs]
+
+
+def _located(linear: LinearMap, options: Options, tensors: Sequence[torch.Tensor]) -> Memory:
+    """Where tensors lie; one whose memory is gone is a fault of this rank, told before anything moves."""
     try:
-        return locate(inputs), None if outputs is None else locate(outputs)
+        return locate(tensors)
     except RuntimeError as error:
         fault = RuntimeError(f"{linear.label}: on rank {linear.mesh.rank}, {error}")
         if options.forward and checking():

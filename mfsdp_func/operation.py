@@ -42,7 +42,7 @@ def check_tensors(
         ValueError: on a wrong number of elements, or on mixed devices.
     """
     first = tensors[0] if tensors else None
-    every = () if _are_alike(linear, tensors) else zip(names, tensors, linear.input_numels, strict=True)
+    every = () if are_alike(tensors, linear.input_numels) else zip(names, tensors, linear.input_numels, strict=True)
     for name, tensor, numel in every:
         if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{linear.label}: tensor {name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -85,13 +85,13 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _DTYPE, _DEVICE, _LAYOUT = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 
 
-def _are_alike(linear: LinearMap, tensors: Sequence[torch.Tensor]) -> bool:
-    """All checks of thousands of tensors at once: whether none of them would say anything."""
+def are_alike(tensors: Sequence[torch.Tensor], numels: tuple[int, ...]) -> bool:
+    """Whether all are plain strided tensors of one dtype, one device and these sizes: thousands of checks at once."""
     return (
         {*map(type, tensors)} <= _PLAIN
         and len({*map(_DTYPE, tensors)}) == len({*map(_DEVICE, tensors)}) == 1
         and {*map(_LAYOUT, tensors)} == {torch.strided}
-        and tuple(map(torch.Tensor.numel, tensors)) == linear.input_numels
+        and tuple(map(torch.Tensor.numel, tensors)) == numels
     )
 
 

@@ -6,6 +6,7 @@ bisection in sorted offsets, once, and kept.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -100,15 +101,15 @@ class RankView:
         return tuple(slot.shape for slot in self.outputs)
 
 
-class Exchange:
+class Exchange(ABC):
     """A plan, of one group or of several, as this process (``mesh.rank``) runs it."""
 
     mesh: Mesh
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @abstractmethod
     def view(self, rank: int) -> RankView:
         """What `rank` holds, sends, receives and copies."""
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # no hash: that is of this process
@@ -218,7 +219,7 @@ class Plan(Exchange):
             tensors=self.tensors,
             without_own=swapped[self.without_own] if self.without_own else None,
         )
-        back.__dict__["transpose"] = self
+        vars(back)["transpose"] = self
         return back
 
     def _peers(self, rank: int) -> tuple[int, ...]:

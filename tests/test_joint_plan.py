@@ -158,6 +158,117 @@ def test_both_ends_pack_alike(owners: GroupOwnerLayout, direct: int, packed: int
             assert sizes(src, 0, dst) == sizes(dst, 1, src)
 
 
+def tell_dtype(mesh: Mesh) -> list[tuple[torch.dtype, list[float]]]:
+    """All elements lie on the first rank; the others own everything and learn the dtype from it, without a word."""
+    size = mesh.size()
+    layout = mf.GlobalLayout([(2, 3), (4,)], [0, 6], 10, [0] + [10] * (size - 1))
+    owners = [
+        GroupOwnerLayout(mesh, layout, {i: mesh.ranks[(n + i) % size] for i in range(2)}, name=f"{n}") for n in range(3)
+    ]
+    mine = mesh.get_rank() == mesh.ranks[0]
+    sources = [
+        views(group, torch.arange(10.0, dtype=torch.float64) + 100 * n) if mine else {}
+        for n, group in enumerate(owners)
+    ]
+    full, _ = mf.gather_coalesced(sources, owner_layouts=owners)
+    return [(tensor.dtype, tensor.reshape(-1).tolist()) for group in full for tensor in group.values()]
+
+
+def told_dtypes(size: int) -> list[list[tuple[torch.dtype, list[float]]]]:
+    whole = [[100.0 * n + k for k in range(10)] for n in range(3)]
+    found: list[list[tuple[torch.dtype, list[float]]]] = [[] for _ in range(size)]
+    for n in range(3):
+        for i, part in enumerate((whole[n][:6], whole[n][6:])):
+            found[(n + i) % size].append((torch.float64, part))
+    return found
+
+
+def tell_dtype_on_gloo(rank: int, size: int) -> list[tuple[torch.dtype, list[float]]]:
+    return tell_dtype(Mesh(size, rank=rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_that_holds_nothing_of_any_group_is_told_the_dtype(size: int) -> None:
+    assert list(mf.simulate(tell_dtype, size).results.values()) == told_dtypes(size)
+
+
+@pytest.mark.distributed
+def test_dtypes_are_told_between_processes(ranks2: RankPool, ranks4: RankPool) -> None:
+    assert ranks2.run(tell_dtype_on_gloo, 2) == told_dtypes(2)
+    assert ranks4.run(tell_dtype_on_gloo, 4) == told_dtypes(4)
+
+
+class Sharded(torch.Tensor):
+    """What has a local part, as a DTensor."""
+
+    def to_local(self) -> torch.Tensor:
+        return self
+
+
+def test_destinations_that_cannot_be_written_are_refused() -> None:
+    owners = GroupOwnerLayout(Mesh(1, rank=0), mf.build_for_row_atomic([(2, 2), (3, 1)], 1), {0: 0, 1: 0}, name="g")
+    source = {0: torch.ones(4), 1: torch.ones(3)}
+    with torch.inference_mode():
+        inferred = torch.zeros(3)
+    for room, kind, words in (
+        (inferred, RuntimeError, "tensor 1 was made in inference mode"),
+        (torch.zeros(3).as_subclass(Sharded), TypeError, "tensor 1 must be a strided torch.Tensor, got a Sharded"),
+        (torch.zeros(4), ValueError, "tensor 1 has 4 elements"),
+        (torch.zeros(3, dtype=torch.int32), TypeError, "tensor 1 is torch.int32"),
+    ):
+        with pytest.raises(kind, match=words):
+            inplace.gather(source, {0: torch.zeros(4), 1: room}, owner_layout=owners)
+    with torch.inference_mode():
+        inplace.gather(source, {0: torch.zeros(4), 1: inferred}, owner_layout=owners)
+    assert inferred.tolist() == [1, 1, 1]
+
+
+def test_destinations_with_lazy_conjugation_or_negation() -> None:
+    owners = GroupOwnerLayout(Mesh(1, rank=0), mf.build_for_row_atomic([(4,)], 1), {0: 0})
+    value = torch.tensor([1 + 2j, 3 - 4j, 5j, -6])
+    memory = torch.zeros(4, dtype=torch.complex64)
+    inplace.gather({0: value}, {0: memory.conj()}, owner_layout=owners)
+    assert torch.equal(memory, value.conj().resolve_conj())
+    imaginary = torch.zeros(4, dtype=torch.complex64)
+    room = imaginary.conj().imag  # a negated view
+    assert room.is_neg()
+    inplace.gather({0: torch.arange(4.0)}, {0: room}, owner_layout=owners)
+    assert imaginary.imag.tolist() == [0, -1, -2, -3]
+
+
+def receive_what_was_saved(rank: int) -> str:
+    """Rank 1 receives straight into a tensor that autograd has saved."""
+    owners = GroupOwnerLayout(Mesh(2, rank=rank), mf.GlobalLayout([(4,)], [0], 4, [0, 4]), {0: 1})
+    leaf = torch.ones(4, requires_grad=True)
+    room = torch.zeros(4)
+    saved = (leaf * room).sum()
+    inplace.gather({0: torch.ones(4)} if rank == 0 else {}, {0: room}, owner_layout=owners)
+    try:
+        saved.backward()
+    except RuntimeError as error:
+        return str(error)
+    return f"no error, {room.tolist()}"
+
+
+@pytest.mark.distributed
+def test_autograd_sees_what_is_received_in_place(ranks2: RankPool) -> None:
+    sender, receiver = ranks2.run(receive_what_was_saved)
+    assert sender == "no error, [0.0, 0.0, 0.0, 0.0]"
+    assert "modified by an inplace operation" in receiver
+
+
+def test_parameters_are_destinations() -> None:
+    def program(mesh: Mesh) -> None:
+        owners = GroupOwnerLayout(mesh, mf.build_for_row_atomic([(4, 2)], 2), {0: 1})
+        room = torch.nn.Parameter(torch.zeros(4, 2))
+        inplace.gather({0: torch.full((4,), 1.0 + mesh.get_rank())}, {0: room}, owner_layout=owners)
+        assert room.is_leaf
+        assert room.requires_grad
+        assert room.tolist() == ([[1, 1], [1, 1], [2, 2], [2, 2]] if mesh.get_rank() == 1 else [[0, 0]] * 4)
+
+    mf.simulate(program, 2)
+
+
 def test_small_pieces_of_many_groups_share_a_message() -> None:
     def program(mesh: Mesh) -> None:
         layout = mf.build_for_row_atomic([(4, 8)] * 4, 2)

@@ -407,6 +407,31 @@ def test_muon_of_many_groups_is_that_of_each(names: str, compiled: bool) -> None
     assert sum(simulate(program, 4).results.values()) >= len(MATRICES) * len(names)
 
 
+def test_muon_of_groups_of_unlike_dtypes() -> None:
+    def program(mesh: Mesh) -> None:
+        groups = groups_on(mesh, "ab")
+        dtypes = {"a": torch.float64, "b": torch.float32}
+        options = {"ns_dtype": torch.float32, "stack_equal_shapes": False}
+        params = {
+            name: {
+                i: t
+                for i, t in shards_of(groups[name].layout, mesh.get_rank(), full_params(dtype)).items()
+                if i in MATRICES
+            }
+            for name, dtype in dtypes.items()
+        }
+        flat = {(name, i): tensor for name in params for i, tensor in params[name].items()}
+        together = optim.muon(0.1, owner_layout=groups, **options)
+        found, _ = together.update(flat, together.init(flat), flat)
+        for name, dtype in dtypes.items():
+            alone = optim.muon(0.1, owner_layout=groups[name], **options)
+            expected, _ = alone.update(params[name], alone.init(params[name]), params[name])
+            assert_close({i: found[name, i] for i in expected}, expected, 0)
+            assert all(found[name, i].dtype == dtype for i in expected)
+
+    simulate(program, 4)
+
+
 def test_muon_of_many_groups_is_two_exchanges() -> None:
     def program(mesh: Mesh) -> None:
         groups = groups_on(mesh, "abcd")

@@ -111,6 +111,10 @@ def _parcels(messages: _Cut, memory: Memory) -> list[Parcel]:
     ]
 
 
+_Row: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""What `as_strided` takes."""
+
+
 def empty_outputs(
     view: RankView, dtype: torch.dtype, device: torch.device, batch: Sequence[int] | None, *, one_storage: bool
 ) -> tuple[torch.Tensor, ...]:
@@ -122,27 +126,29 @@ def empty_outputs(
     make = torch.empty if _fills(view) else torch.zeros
     if not one_storage:
         return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in view.output_numels)
-    scale = math.prod(batch or ())
-    numel, rows = _rows(view, batch is not None, max(1, _ALIGNMENT_NBYTES // dtype.itemsize))
-    storage = make(numel * scale, dtype=dtype, device=device)
+    unit = max(1, _ALIGNMENT_NBYTES // dtype.itemsize)
+    numel, rows = _rows(view, None if batch is None else tuple(batch), unit)
+    storage = make(numel, dtype=dtype, device=device)
     parts: list[torch.Tensor] = []
-    for start, count, step, shape in rows:
-        shape = (*shape, *(batch or ()))
-        strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
-        parts += storage.as_strided((count, *shape), (step * scale, *strides), start * scale).unbind()
+    for row in rows:
+        parts += storage.as_strided(*row).unbind()
     return tuple(parts)
 
 
 @lru_cache(maxsize=4096)
-def _rows(view: RankView, flat: bool, unit: int) -> tuple[int, tuple[tuple[int, int, int, tuple[int, ...]], ...]]:
-    """The elements of the outputs' storage; and start, number, distance and shape of outputs of equal shapes in it."""
-    rows: list[tuple[int, int, int, tuple[int, ...]]] = []
-    end = 0
+def _rows(view: RankView, batch: tuple[int, ...] | None, unit: int) -> tuple[int, tuple[_Row, ...]]:
+    """The elements of the outputs' storage; and size, strides and start of each row of outputs of equal shapes in it."""
+    rows: list[_Row] = []
+    scale, end = math.prod(batch or ()), 0
     for slot in view.outputs:
-        shape = (slot.part.numel,) if flat else slot.shape
-        step = -(-slot.part.numel // unit) * unit
-        start, count, *_, last = rows.pop() if rows and rows[-1][3] == shape else (end, 0, step, shape)
-        rows.append((start, count + 1, step, last))
+        shape = slot.shape if batch is None else (slot.part.numel, *batch)
+        step = -(-slot.part.numel // unit) * unit * scale
+        if rows and rows[-1][0][1:] == shape:
+            (count, *_), strides, start = rows.pop()
+        else:
+            count, start = 0, end
+            strides = (step, *tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1])
+        rows.append(((count + 1, *shape), strides, start))
         end += step
     return end, tuple(rows)
 
