@@ -1,6 +1,6 @@
 """Laws of strided blocks, against the elements counted one by one."""
 
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 import pytest
 import torch
@@ -123,9 +123,10 @@ def test_storages_that_share_their_begin() -> None:
     memory = torch.arange(8, dtype=torch.float32).numpy()
     first, behind = torch.frombuffer(memory, dtype=torch.float32, count=4), torch.from_numpy(memory)[4:]
     beyond = torch.frombuffer(memory, dtype=torch.float32, count=6, offset=8)
-    found = locate([first, behind, beyond])
-    for tensor, (storage, start) in zip([first, behind, beyond], found.places, strict=True):
-        assert torch.equal(found.view(Block(storage, start, 1, 0, tensor.numel())), tensor)
+    for tensors in permutations([first, behind, beyond]):  # `beyond` begins inside of `first` and ends behind it
+        found = locate(tensors)
+        for tensor, (storage, start) in zip(tensors, found.places, strict=True):
+            assert torch.equal(found.view(Block(storage, start, 1, 0, tensor.numel())), tensor)
 
 
 def test_one_element_of_any_stride() -> None:

@@ -146,7 +146,7 @@ def _at_equal_distances(pairs: Iterable[Pair]) -> list[tuple[Block, Block]]:
             (a, b), sizes = blocks[-1], (numel, numel)
             steps = source[1] - _last(a), target[1] - _last(b)
             same = (a.storage, b.storage) == (source[0], target[0]) and (a.numel, b.numel) == sizes
-            if same and ((a.step, b.step) == steps if a.count > 1 else steps[0] > 0 and steps[1] >= numel):
+            if same and ((a.step, b.step) == steps if a.count > 1 else min(steps) > 0):
                 blocks[-1] = a._replace(count=a.count + 1, step=steps[0]), b._replace(count=b.count + 1, step=steps[1])
                 continue
         blocks.append((Block(*source, 1, 0, numel), Block(*target, 1, 0, numel)))
