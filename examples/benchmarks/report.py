@@ -75,6 +75,8 @@ _MEASURED = (
             "in place / documented",
             "documented / limit",
             "limit: fresh / preallocated",
+            "limit, preallocated (s)",
+            "copy, preallocated (s)",
         ),
         "Gather and scatter: one group after the other",
     ),
