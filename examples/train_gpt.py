@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp_func as mf
 from mfsdp_func import optim
-from mfsdp_func.plan import gather_plan, scatter_plan
+from mfsdp_func.plans.plan import gather_plan, scatter_plan
 
 MUON_RATE, ADAMW_RATE, WARMUP = 0.02, 0.003, 10
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")

@@ -1,25 +1,29 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
 from mfsdp_func import inplace, optim
-from mfsdp_func.balance import OwnerBalance, WorkGroup, balance_owner_work
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
+from mfsdp_func.effects.agreement import agreement_check
+from mfsdp_func.effects.simulated import Simulation, SimulationError, simulate
+from mfsdp_func.effects.token import Token
 from mfsdp_func.fsdp import FsdpContext, fully_shard
-from mfsdp_func.gather_scatter import gather, gather_coalesced, plan_of, scatter, scatter_coalesced
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import (
+from mfsdp_func.operations.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
+from mfsdp_func.operations.gather_scatter import gather, gather_coalesced, plan_of, scatter, scatter_coalesced
+from mfsdp_func.operations.norm import global_norm
+from mfsdp_func.operations.pipeline import pipeline
+from mfsdp_func.plans.plan import Plan
+from mfsdp_func.values.balance import OwnerBalance, WorkGroup, balance_owner_work
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_balanced,
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
     build_row_atomic_layout,
 )
-from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.norm import global_norm
-from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
-from mfsdp_func.padding import PaddingReport, PaddingWarning, finer_view, padding_report
-from mfsdp_func.pipeline import pipeline
-from mfsdp_func.placement import (
+from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
+from mfsdp_func.values.padding import PaddingReport, PaddingWarning, finer_view, padding_report
+from mfsdp_func.values.placement import (
     BlockAtomic,
     Partial,
     Placements,
@@ -29,11 +33,7 @@ from mfsdp_func.placement import (
     TensorAtomic,
     changed_mesh_axis,
 )
-from mfsdp_func.plan import Plan
-from mfsdp_func.ranges import Range, intersect_ranges
-from mfsdp_func.tokens import Token
-from mfsdp_func.transport.agreement import agreement_check
-from mfsdp_func.transport.simulated import Simulation, SimulationError, simulate
+from mfsdp_func.values.ranges import Range, intersect_ranges
 
 __all__ = [
     "BlockAtomic",

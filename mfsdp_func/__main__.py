@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mfsdp_func.layout_builder import build_row_atomic_layout
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.padding import PaddingWarning
-from mfsdp_func.placement import ShardLayout
 from mfsdp_func.report import GROUPS, padding_table, plan_report
+from mfsdp_func.values.layout_builder import build_row_atomic_layout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.padding import PaddingWarning
+from mfsdp_func.values.placement import ShardLayout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,16 +6,16 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_func.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
-from mfsdp_func.joint_plan import JointPlan, join_plans
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.movement import is_untransformed, launch
-from mfsdp_func.operation import are_alike, check_tensors, faults_reported
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.placement import RowAtomic
-from mfsdp_func.plan import Plan
-from mfsdp_func.ranges import Range
+from mfsdp_func.effects.call import are_alike, check_tensors, faults_reported
+from mfsdp_func.effects.move import is_untransformed, launch
+from mfsdp_func.operations.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
+from mfsdp_func.plans.joint_plan import JointPlan, join_plans
+from mfsdp_func.plans.plan import Plan
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.placement import RowAtomic
+from mfsdp_func.values.ranges import Range
 
 
 def gather(

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import (
+from mfsdp_func.effects.process_group import PROCESS_GROUPS
+from mfsdp_func.plans.plan import gather_plan, group_messages
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_balanced,
     build_for_row_atomic_unpadding,
 )
-from mfsdp_func.owner_planning import CostFn, GroupOwnerLayout, tensor_costs
-from mfsdp_func.padding import finer_view, padding_report
-from mfsdp_func.plan import gather_plan, group_messages
-from mfsdp_func.transport.process_group import PROCESS_GROUPS
+from mfsdp_func.values.owner_planning import CostFn, GroupOwnerLayout, tensor_costs
+from mfsdp_func.values.padding import finer_view, padding_report
 
 Shapes = Sequence[tuple[int, ...]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mfsdp_func.transport.simulated import Simulation, simulate
+from mfsdp_func.effects.simulated import Simulation, simulate
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.placement import Partial, Placement, Replicate, RowAtomic, TensorAtomic
+from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.placement import Partial, Placement, Replicate, RowAtomic, TensorAtomic
 
 SHAPES = ((5, 4), (2, 6), (3,), (0, 2), (7, 2))
 KINDS = ("padded", "unpadded", "balanced", "tensor", "handmade")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 import mfsdp_func as mf
-from mfsdp_func import movement
-from mfsdp_func.collective import Collective
+from mfsdp_func.effects import move
 from mfsdp_func.fsdp.sharded_module import ShardedModule
+from mfsdp_func.plans.collective import Collective
 
 WORDS, WIDTH, LENGTH = 17, 6, 5
 ROWS, FULL, WHOLE = mf.RowAtomic(), mf.Replicate(), mf.TensorAtomic()
@@ -149,7 +149,7 @@ def gathers_watched() -> Iterator[SimpleNamespace]:
     Of all ranks of this process: on a simulated mesh, watch one rank alone.
     """
     seen = SimpleNamespace(count=0, peak=0, alive={})
-    allocate = movement.allocate
+    allocate = move.allocate
 
     def watched(linear: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         outputs = allocate(linear, *args)
@@ -160,29 +160,29 @@ def gathers_watched() -> Iterator[SimpleNamespace]:
             weakref.finalize(outputs[0].untyped_storage(), seen.alive.pop, seen.count)
         return outputs
 
-    movement.allocate = watched
+    move.allocate = watched
     try:
         yield seen
         gc.collect()
     finally:
-        movement.allocate = allocate
+        move.allocate = allocate
 
 
 @contextmanager
 def calls_watched() -> Iterator[dict[int, list[str]]]:
     """The labels of all operations that run inside, by rank, on whatever carrier."""
     labels: dict[int, list[str]] = {}
-    launch = movement.launch
+    launch = move.launch
 
     def watched(linear: Any, *args: Any, **kwargs: Any) -> Any:
         labels.setdefault(linear.mesh.get_rank(), []).append(linear.label)
         return launch(linear, *args, **kwargs)
 
-    movement.launch = watched
+    move.launch = watched
     try:
         yield labels
     finally:
-        movement.launch = launch
+        move.launch = launch
 
 
 def bytes_of(apply: ShardedModule) -> dict[str, int]:

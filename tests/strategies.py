@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import (
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_balanced,
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
 )
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.placement import BlockAtomic, Placement, Replicate, RowAtomic, TensorAtomic
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.placement import BlockAtomic, Placement, Replicate, RowAtomic, TensorAtomic
 
 KINDS = ("padded", "unpadded", "balanced", "tensor", "handmade")
 """The builders, and layouts that no builder makes: gaps, any tensor order, boundaries inside rows."""

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.balance import OwnerBalance, WorkGroup, balance_owner_work
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
-from mfsdp_func.packing import load_lower_bound
-from mfsdp_func.placement import Replicate, RowAtomic
-from mfsdp_func.plan import gather_plan
+from mfsdp_func.plans.plan import gather_plan
+from mfsdp_func.values.balance import OwnerBalance, WorkGroup, balance_owner_work
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
+from mfsdp_func.values.owner_search import load_lower_bound
+from mfsdp_func.values.placement import Replicate, RowAtomic
 from tests.strategies import layouts, meshes
 
 GPT2_BLOCK = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]

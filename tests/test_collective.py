@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vjp, vmap
 
 import mfsdp_func as mf
-from mfsdp_func.buffer_spec import collective_of, redistribution_steps
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.placement import Placement
+from mfsdp_func.plans.redistribution import collective_of, redistribution_steps
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import Placement
 from tests import strategies
 from tests.buffers import (
     AVG,

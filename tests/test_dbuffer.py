@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.placement import Shard
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import Shard
 from tests import strategies
 from tests.buffers import (
     AVG,

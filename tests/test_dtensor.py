@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import mfsdp_func as mf
-from mfsdp_func.dtensor import chunk_plan, from_dtensor
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.operations.dtensor import chunk_plan, from_dtensor
+from mfsdp_func.values.mesh import Mesh
 from tests.buffers import AVG, FULL, KINDS, ROWS, SHAPES, SUM, layout_of, local_of, real_mesh, shard_of, tensors_of
 from tests.spawn import RankPool
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import grad, jacfwd, jacrev, vmap
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.transport.agreement import ENVIRONMENT_VARIABLE
+from mfsdp_func.effects.agreement import ENVIRONMENT_VARIABLE
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from tests.spawn import RankPool
 
 # torch's forward mode scripts a few decompositions when it is first used.

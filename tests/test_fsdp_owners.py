@@ -133,23 +133,23 @@ def test_gradients_arrive_whole_at_the_owner() -> None:
 
 
 def train_on_real_ranks(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-    from mfsdp_func import movement
+    from mfsdp_func.effects import move
 
     sent: list[str] = []
-    start = movement.start_exchange
+    start = move.start_exchange
 
     def watched(view: Any, carrier: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         sent.extend(call.label for _ in view.sends)
         return start(view, carrier, call, *args, **kwargs)
 
-    movement.start_exchange = watched
+    move.start_exchange = watched
     try:
         module, mesh = net(), init_device_mesh("cpu", (world_size,))
         placements = mf.Placements(0, [WHOLE], [WHOLE], [WHOLE])
         owners = owners_of(module, world_size, by_parameter=False)
         weights = train(mf.as_mesh(mesh), module, placements, cases.batches(world_size), parameter_to_owner=owners)
     finally:
-        movement.start_exchange = start
+        move.start_exchange = start
     return weights, sent
 
 

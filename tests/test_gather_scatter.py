@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.placement import Replicate, RowAtomic
+from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.placement import Replicate, RowAtomic
 from tests import strategies
 from tests.spawn import RankPool
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import mfsdp_func as mf
 from mfsdp_func import GroupOwnerLayout, Mesh, inplace
-from mfsdp_func.gather_scatter import plan_of
-from mfsdp_func.joint_plan import JointPlan, join_plans
-from mfsdp_func.plan import Transfer, group_messages
+from mfsdp_func.operations.gather_scatter import plan_of
+from mfsdp_func.plans.joint_plan import JointPlan, join_plans
+from mfsdp_func.plans.plan import Transfer, group_messages
 from tests import strategies
 from tests.spawn import RankPool
 

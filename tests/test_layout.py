@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.placement import BlockAtomic, Partial, Placement, Replicate, RowAtomic, TensorAtomic
-from mfsdp_func.ranges import Range
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import BlockAtomic, Partial, Placement, Replicate, RowAtomic, TensorAtomic
+from mfsdp_func.values.ranges import Range
 from tests.strategies import handmade_layouts, layouts, meshes
 from tests.test_mesh import stand_in
 
@@ -120,7 +120,7 @@ class TestValue:
             LAYOUT.size = 3  # type: ignore[misc]
 
     def test_digest_is_the_same_in_another_process(self) -> None:
-        code = f"from mfsdp_func.layout import GlobalLayout; print({LAYOUT!r}.digest)"
+        code = f"from mfsdp_func.values.layout import GlobalLayout; print({LAYOUT!r}.digest)"
         run = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
         )

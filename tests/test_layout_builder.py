@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import (
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_balanced,
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
     build_row_atomic_layout,
 )
-from mfsdp_func.padding import PaddingWarning
-from mfsdp_func.placement import ShardLayout
+from mfsdp_func.values.padding import PaddingWarning
+from mfsdp_func.values.placement import ShardLayout
 from tests.strategies import block_sizes, shape_lists
 
 dp_sizes = st.integers(1, 8)

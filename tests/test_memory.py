@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.transport.memory import (
+from mfsdp_func.effects.blocks import (
     Block,
     Pair,
     blocks_of,

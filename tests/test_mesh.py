@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh, group_names
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh, group_names
 from tests.spawn import RankPool
 from tests.strategies import meshes
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 from tests import strategies
 from tests.buffers import AVG, FULL, KINDS, MESHES, ROWS, SUM, dense, layout_of, local_of, real_mesh, shard_of
 from tests.spawn import RankPool

@@ -8,18 +8,18 @@ from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from mfsdp_func import optim
-from mfsdp_func.balance import balance_owner_work
-from mfsdp_func.gather_scatter import gather
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import (
+from mfsdp_func.effects.simulated import simulate
+from mfsdp_func.operations.gather_scatter import gather
+from mfsdp_func.values.balance import balance_owner_work
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
 )
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work
-from mfsdp_func.ranges import intersect_ranges
-from mfsdp_func.transport.simulated import simulate
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work
+from mfsdp_func.values.ranges import intersect_ranges
 
 STEPS = 5
 TO_ROUNDING = {torch.float32: 3e-6, torch.float64: 1e-12}

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import build_for_row_atomic, build_for_tensor_atomic
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import (
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_tensor_atomic
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import (
     GroupOwnerLayout,
     assign_owner_work,
     has_matrix_dims,
     ns_cost_fn,
     tensor_costs,
 )
-from mfsdp_func.placement import BlockAtomic, Partial, Placement, Replicate, RowAtomic, TensorAtomic
+from mfsdp_func.values.placement import BlockAtomic, Partial, Placement, Replicate, RowAtomic, TensorAtomic
 from tests.strategies import layouts, meshes, owner_layouts
 from tests.test_mesh import stand_in
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mfsdp_func as mf
-from mfsdp_func.padding import finer_view, padding_report
-from mfsdp_func.placement import ShardLayout
+from mfsdp_func.values.padding import finer_view, padding_report
+from mfsdp_func.values.placement import ShardLayout
 from tests.strategies import block_sizes, shape_lists
 
 COPRIME = [(8, 769), (8, 1021), (8, 2039)]

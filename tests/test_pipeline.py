@@ -3,15 +3,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mfsdp_func.balance import balance_owner_work
-from mfsdp_func.gather_scatter import gather, scatter
-from mfsdp_func.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.pipeline import pipeline
-from mfsdp_func.ranges import Range
-from mfsdp_func.tokens import Token
-from mfsdp_func.transport.simulated import simulate
+from mfsdp_func.effects.simulated import simulate
+from mfsdp_func.effects.token import Token
+from mfsdp_func.operations.gather_scatter import gather, scatter
+from mfsdp_func.operations.pipeline import pipeline
+from mfsdp_func.values.balance import balance_owner_work
+from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.ranges import Range
 from tests.spawn import RankPool
 
 SHAPES = ([(6, 4), (3, 5)], [(8, 2)], [(5, 3), (2, 2), (4, 4)], [(1, 7)], [(64, 64), (33, 5)])

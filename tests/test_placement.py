@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from mfsdp_func.placement import (
+from mfsdp_func.values.placement import (
     BlockAtomic,
     Placements,
     RowAtomic,

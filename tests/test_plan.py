@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from mfsdp_func.joint_plan import JointPlan, join_plans
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout, assign_owner_work
-from mfsdp_func.placement import RowAtomic
-from mfsdp_func.plan import Plan, gather_plan, group_messages, scatter_plan
+from mfsdp_func.plans.joint_plan import JointPlan, join_plans
+from mfsdp_func.plans.plan import Plan, gather_plan, group_messages, scatter_plan
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work
+from mfsdp_func.values.placement import RowAtomic
 from tests import strategies
 from tests.spawn import RankPool
 

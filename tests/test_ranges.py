@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_func.ranges import Range, intersect_ranges
+from mfsdp_func.values.ranges import Range, intersect_ranges
 
 ranges = st.builds(Range, st.integers(0, 30), st.integers(0, 30))
 

@@ -6,10 +6,10 @@ import torch
 
 import mfsdp_func as mf
 from mfsdp_func.__main__ import main
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.plan import gather_plan
+from mfsdp_func.plans.plan import gather_plan
 from mfsdp_func.report import GROUPS, format_table, owner_table, padding_table
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from tests.buffers import FULL, ROWS
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.func import grad, vmap
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.plan import gather_plan
+from mfsdp_func.plans.plan import gather_plan
 from mfsdp_func.testing import simulated  # noqa: F401  # a fixture
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 Tensors = dict[int, torch.Tensor]
 

@@ -9,7 +9,7 @@ from workloads import Workload, place
 
 import mfsdp_func as mf
 from mfsdp_func import Mesh
-from mfsdp_func.gather_scatter import plan_of
+from mfsdp_func.operations.gather_scatter import plan_of
 
 
 def group_row(workload: Workload, mesh: Mesh, rounds: int) -> dict[str, Any]:

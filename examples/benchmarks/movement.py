@@ -10,8 +10,8 @@ from workloads import Owning, Placed, Workload, check_gathered, check_scattered,
 
 import mfsdp_func as mf
 from mfsdp_func import Mesh, Range, inplace, intersect_ranges
-from mfsdp_func.gather_scatter import plan_of
-from mfsdp_func.plan import Plan, Transfer
+from mfsdp_func.operations.gather_scatter import plan_of
+from mfsdp_func.plans.plan import Plan, Transfer
 
 Tensors: TypeAlias = dict[int, torch.Tensor]
 

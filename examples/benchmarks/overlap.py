@@ -28,7 +28,7 @@ from workloads import Shape, Workload, place
 
 import mfsdp_func as mf
 from mfsdp_func import Mesh
-from mfsdp_func.pipeline import pipeline
+from mfsdp_func.operations.pipeline import pipeline
 
 GROUPS = 12
 SHAPES: list[Shape] = [(768, 256), (256, 256), (1024, 256), (256, 1024)]

@@ -18,10 +18,10 @@ from mfsdp_func import (
     intersect_ranges,
     ns_cost_fn,
 )
-from mfsdp_func.balance import WorkGroup, balance_owner_work
-from mfsdp_func.gather_scatter import given_tensors, plan_of, wiring_of
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.operation import check_tensors
+from mfsdp_func.effects.call import check_tensors
+from mfsdp_func.operations.gather_scatter import given_tensors, plan_of, wiring_of
+from mfsdp_func.values.balance import WorkGroup, balance_owner_work
+from mfsdp_func.values.layout import GlobalLayout
 
 
 def plain_loop(layout: GlobalLayout, ranks: int) -> dict[int, int]:

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from workloads import Shape
 
 from mfsdp_func import GroupOwnerLayout, Mesh, build_for_row_atomic
-from mfsdp_func.balance import balance_owner_work
+from mfsdp_func.operations.pipeline import pipeline
 from mfsdp_func.optim.muon import muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
-from mfsdp_func.pipeline import pipeline
+from mfsdp_func.values.balance import balance_owner_work
 
 RATE, MOMENTUM, STEPS = 0.02, 0.95, 5
 DEPTH = 4

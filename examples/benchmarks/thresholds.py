@@ -1,4 +1,4 @@
-"""Where one message per piece and one packed message cost the same: the figures behind the transport's threshold.
+"""Where one message per piece and one packed message cost the same: the figures behind the carrier's threshold.
 
 ``torchrun --nproc-per-node 2 thresholds.py`` prints, on gloo and the CPU, per size of a piece, the time of sending 64 of
 them one by one and packed, each received into its place, and what a message costs beyond its bytes.

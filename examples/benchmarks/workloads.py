@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from mfsdp_func import GroupOwnerLayout, Mesh, assign_owner_work, build_for_row_atomic
-from mfsdp_func.balance import balance_owner_work
+from mfsdp_func.values.balance import balance_owner_work
 
 Shape: TypeAlias = tuple[int, ...]
 Owning: TypeAlias = Literal["planned", "per group", "round robin"]

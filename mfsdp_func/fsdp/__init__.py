@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer
+from mfsdp_func.effects.agreement import agree, checking
+from mfsdp_func.effects.carrier import Call, carrier_of
 from mfsdp_func.fsdp.absent import copy_without_parameters
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
@@ -16,12 +16,21 @@ from mfsdp_func.fsdp.escape import Escape
 from mfsdp_func.fsdp.grouping import Entry, Group, Units, group_parameters, owners_of, resolve_names, resolve_owners
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.fsdp.values import Values
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.placement import BlockAtomic, Partial, Placement, Placements, Replicate, Shard, TensorAtomic, shard_axes
-from mfsdp_func.transport import Call, carrier_of
-from mfsdp_func.transport.agreement import agree, checking
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.values.placement import (
+    BlockAtomic,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    TensorAtomic,
+    shard_axes,
+)
 
 __all__ = ["Escape", "FsdpContext", "ShardedModule", "fully_shard"]
 

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer, redistribute
-from mfsdp_func.placement import Partial, Replicate, Shard, shard_axes
-from mfsdp_func.tokens import Token
+from mfsdp_func.effects.token import Token
+from mfsdp_func.operations.dbuffer import DBuffer, redistribute
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.placement import Partial, Replicate, Shard, shard_axes
 
 
 @dataclass(frozen=True)

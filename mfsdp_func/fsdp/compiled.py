@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.buffer_spec import BufferSpec
 
 if TYPE_CHECKING:
     from mfsdp_func.fsdp.sharded_module import ShardedModule

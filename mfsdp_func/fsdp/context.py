@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mfsdp_func.placement import ShardLayout
+from mfsdp_func.values.placement import ShardLayout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 
 Units: TypeAlias = Iterable[str | nn.Module | type[nn.Module]]
 

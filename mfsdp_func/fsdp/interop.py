@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer
-from mfsdp_func.dtensor import chunk_plan, device_mesh_of, from_dtensor
 from mfsdp_func.fsdp.bound import Bound
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.placement import Partial, shard_axes
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.operations.dtensor import chunk_plan, device_mesh_of, from_dtensor
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import Partial, shard_axes
 
 
 def group_to_dtensors(bound: Bound, buffer: DBuffer, device_mesh: DeviceMesh | None) -> list[DTensor]:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
 from mfsdp_func.fsdp.grouping import Unit
 from mfsdp_func.fsdp.replay import Start, buffers_written, swapped, tensor_leaves
 from mfsdp_func.fsdp.unit import Compute, UnitCall, call_unit
+from mfsdp_func.operations.dbuffer import DBuffer
 
 Params: TypeAlias = Mapping[str, DBuffer]
 

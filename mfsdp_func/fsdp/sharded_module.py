@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.dbuffer import DBuffer
 from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
 from mfsdp_func.fsdp.grouping import Group, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
+from mfsdp_func.operations.dbuffer import DBuffer
 
 
 class ShardedModule:

@@ -16,13 +16,13 @@ import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from mfsdp_func.dbuffer import DBuffer
+from mfsdp_func.effects.move import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
 from mfsdp_func.fsdp.compiled import unit_boundary
 from mfsdp_func.fsdp.draws import Recorded, Refused, Replayed
 from mfsdp_func.fsdp.escape import changed_in_place, run_watched
 from mfsdp_func.fsdp.replay import Ambient, is_traced
-from mfsdp_func.movement import is_untransformed
+from mfsdp_func.operations.dbuffer import DBuffer
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Compute: TypeAlias = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], list[torch.Tensor]]

@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mfsdp_func.gather_scatter import gather, gather_coalesced, scatter, scatter_coalesced
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.tokens import After, Token
+from mfsdp_func.effects.token import After, Token
+from mfsdp_func.operations.gather_scatter import gather, gather_coalesced, scatter, scatter_coalesced
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 Owners: TypeAlias = GroupOwnerLayout | Mapping[Hashable, GroupOwnerLayout]
 """Who computes what: of one group, whose tensors go by index; or of several groups of one mesh by name, whose tensors
@@ -26,7 +26,7 @@ def map_on_owners(
     """Apply a function of whole tensors to row shards: `gather`, `function` on each owner, `scatter`.
 
     Several groups move in one exchange each way (`gather_coalesced`), and `function` is called once, with the tensors
-    of all of them; `mfsdp_func.pipeline` goes through groups one by one, in less memory.
+    of all of them; `mfsdp_func.operations.pipeline` goes through groups one by one, in less memory.
 
     Args:
         function: tensor index (or pair, see `Owners`) -> full tensor, of the tensors that a rank owns, to results of as

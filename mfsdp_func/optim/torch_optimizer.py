@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.dbuffer import DBuffer
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.effects.agreement import checking, report_fault
+from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.optim.transformation import GradientTransformation, apply_updates
-from mfsdp_func.transport import carrier_of
-from mfsdp_func.transport.agreement import checking, report_fault
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 
 Make: TypeAlias = Callable[[torch.Tensor], GradientTransformation[Any]]
 """Makes a transformation from its learning rate: ``adamw``, or ``lambda lr: muon(lr, owner_layout=owners)``."""

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 from tests.composition.operations import OPERATIONS
 from tests.composition.transforms import TRANSFORMS, Expected, Program
 

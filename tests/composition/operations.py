@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 
 SHAPES = ((5, 4), (2, 6), (3,), (6, 2))
 DTYPE = torch.float64

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp_func as mf
-from mfsdp_func import movement
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.effects import move
+from mfsdp_func.values.mesh import Mesh
 from tests.spawn import RankPool
 
 # torch itself uses what it has deprecated: at the first `jvp`, and when Inductor is imported.
@@ -30,14 +30,14 @@ SHAPES = ((4, 1000), (40, 1000), (4, 10), (8, 3000))
 def recorded(rank: int) -> Iterator[list[str]]:
     """The labels of a rank's calls, as they reach the carrier."""
     calls: list[str] = []
-    launch = movement.launch
+    launch = move.launch
 
     def launch_and_record(linear: Any, *args: Any, **kwargs: Any) -> Any:
         if linear.mesh.get_rank() == rank:
             calls.append(linear.label.replace("'", ""))
         return launch(linear, *args, **kwargs)
 
-    with mock.patch.object(movement, "launch", launch_and_record):
+    with mock.patch.object(move, "launch", launch_and_record):
         yield calls
 
 

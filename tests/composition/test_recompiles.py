@@ -9,7 +9,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 
 ROWS, WHOLE = mf.RowAtomic(), mf.Replicate()
 SHAPES = ((5, 4), (2, 6), (6, 2))

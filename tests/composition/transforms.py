@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 from tests.composition.operations import Operation, Values
 
 Tensors = list[torch.Tensor]

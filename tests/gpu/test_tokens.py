@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp_func as mf
-from mfsdp_func.mesh import Mesh, as_mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from tests.spawn import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

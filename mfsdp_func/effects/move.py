@@ -27,15 +27,15 @@ from torch._functorch.pyfunctorch import (
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.joint_plan import JointPlan
-from mfsdp_func.move_operator import LIBRARY, call_operator, remembered
-from mfsdp_func.plan import Plan
-from mfsdp_func.transport import Call, Carrier, carrier_of
-from mfsdp_func.transport.agreement import agree, checking, report_fault
-from mfsdp_func.transport.collectives import start_collective
-from mfsdp_func.transport.exchange import empty_outputs, start_exchange
-from mfsdp_func.transport.memory import Memory, locate
+from mfsdp_func.effects.agreement import agree, checking, report_fault
+from mfsdp_func.effects.blocks import Memory, locate
+from mfsdp_func.effects.carrier import Call, Carrier, carrier_of
+from mfsdp_func.effects.collectives import start_collective
+from mfsdp_func.effects.exchange import empty_outputs, start_exchange
+from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
+from mfsdp_func.plans.collective import Collective
+from mfsdp_func.plans.joint_plan import JointPlan
+from mfsdp_func.plans.plan import Plan
 
 LinearMap: TypeAlias = Plan | JointPlan | Collective
 """A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.layout_builder import build_for_tensor_atomic
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.ranges import Range
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.layout_builder import build_for_tensor_atomic
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.ranges import Range
 
 Side = Literal["source", "target"]
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.dbuffer import DBuffer
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.placement import Partial, Replicate, shard_axes
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import Partial, Replicate, shard_axes
 
 
 def global_norm(buffers: Any, *, deterministic: bool = False) -> torch.Tensor:

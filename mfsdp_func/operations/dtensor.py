@@ -6,14 +6,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mfsdp_func.dbuffer import DBuffer
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.operation import check_tensors, run
-from mfsdp_func.placement import shard_axes
-from mfsdp_func.plan import Plan
-from mfsdp_func.tokens import Token
-from mfsdp_func.transport.groups import axis_groups
+from mfsdp_func.effects.call import check_tensors, run
+from mfsdp_func.effects.groups import axis_groups
+from mfsdp_func.effects.token import Token
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.plans.plan import Plan
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.placement import shard_axes
 
 
 def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:

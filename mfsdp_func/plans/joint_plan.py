@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.plan import Exchange, Plan, RankView
+from mfsdp_func.plans.plan import Exchange, Plan, RankView
+from mfsdp_func.values.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.transport.carrier import Call
-from mfsdp_func.transport.collectives import compact, spread
-from mfsdp_func.transport.groups import axis_groups
+from mfsdp_func.effects.carrier import Call
+from mfsdp_func.effects.collectives import compact, spread
+from mfsdp_func.effects.groups import axis_groups
+from mfsdp_func.plans.collective import Collective
 
 
 def _first_of(*names: str) -> Callable[..., Any]:

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.placement import Placement, shard_axes
-from mfsdp_func.ranges import Range, intersect_ranges
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.values.placement import Placement, shard_axes
+from mfsdp_func.values.ranges import Range, intersect_ranges
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.transport.agreement import compare_facts
-from mfsdp_func.transport.carrier import Call, Parcel
-from mfsdp_func.transport.groups import axis_groups
-from mfsdp_func.transport.memory import packed, room_for, unpack
-from mfsdp_func.transport.native import native_collective
+from mfsdp_func.effects.agreement import compare_facts
+from mfsdp_func.effects.blocks import packed, room_for, unpack
+from mfsdp_func.effects.carrier import Call, Parcel
+from mfsdp_func.effects.groups import axis_groups
+from mfsdp_func.effects.native_collectives import native_collective
+from mfsdp_func.plans.collective import Collective
+from mfsdp_func.values.mesh import Mesh
 
 # Two gloo ranks on loopback, 64 pieces each way, medians: a message costs 40 to 60 us beyond its bytes (1 to 1.4 GB/s);
 # packing costs two more passes over them. Direct over packed: 4 at 4 KiB, 1.0 to 1.1 at 32 KiB, 0.7 to 0.8 at 64 KiB

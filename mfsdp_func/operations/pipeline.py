@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from mfsdp_func.gather_scatter import gather, scatter
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.tokens import After, Token, as_tokens
+from mfsdp_func.effects.token import After, Token, as_tokens
+from mfsdp_func.operations.gather_scatter import gather, scatter
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 Tensors = Mapping[int, torch.Tensor]
 

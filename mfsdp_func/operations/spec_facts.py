@@ -10,11 +10,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from mfsdp_func import buffer_spec
-from mfsdp_func.buffer_spec import BufferSpec
-from mfsdp_func.collective import Collective
-from mfsdp_func.move_operator import remember
-from mfsdp_func.ranges import Range
+from mfsdp_func.effects.move_operator import remember
+from mfsdp_func.plans import redistribution
+from mfsdp_func.plans.collective import Collective
+from mfsdp_func.values import buffer_spec
+from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.ranges import Range
 
 Fact = TypeVar("Fact")
 Args = ParamSpec("Args")
@@ -25,7 +26,7 @@ _SPECS = SimpleNamespace()
 def fact_of(
     function: Callable[Concatenate[BufferSpec, Args], Fact], spec: BufferSpec, *args: Args.args, **kwargs: Args.kwargs
 ) -> Fact:
-    """``function(spec, *args)``, for a function of `mfsdp_func.buffer_spec`. Errors are the function's own."""
+    """``function(spec, *args)``, for a function of `values.buffer_spec` or `plans.redistribution`; errors are its own."""
     if torch.compiler.is_compiling():
         fact, error, text = _constant(function.__name__, spec.key, *args, **kwargs)
         if error is not None:
@@ -41,9 +42,13 @@ _ERRORS = {error.__name__: error for error in (IndexError, NotImplementedError, 
 def _constant(name: str, key: str, *args: object, **kwargs: object) -> tuple[Any, str | None, str]:
     # Dynamo takes what is raised here for an error of its own, what is raised in code that it traces for the caller's.
     try:
-        return _named(getattr(buffer_spec, name)(BufferSpec.from_key(key), *args, **kwargs)), None, ""
+        return _named(_named_function(name)(BufferSpec.from_key(key), *args, **kwargs)), None, ""
     except tuple(_ERRORS.values()) as error:
         return None, type(error).__name__, str(error)
+
+
+def _named_function(name: str) -> Callable[..., Any]:
+    return getattr(redistribution, name, None) or getattr(buffer_spec, name)
 
 
 def _named(fact: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mfsdp_func.layout import GlobalLayout
+from mfsdp_func.values.layout import GlobalLayout
 
 
 class PaddingWarning(UserWarning):

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from mfsdp_func.mesh import Mesh, group_names
-from mfsdp_func.transport.carrier import SIMULATED
+from mfsdp_func.effects.carrier import SIMULATED
+from mfsdp_func.values.mesh import Mesh, group_names
 
 
 def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:

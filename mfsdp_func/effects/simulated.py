@@ -15,13 +15,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.transport.agreement import compare_facts
-from mfsdp_func.transport.carrier import SIMULATED, Call, Parcel, Simulated
-from mfsdp_func.transport.memory import packed, unpack
-from mfsdp_func.transport.poison import PoisonMode, SimulationError, fill_with_poison
-from mfsdp_func.transport.rank_state import ProcessState, shared_dual_level
+from mfsdp_func.effects.agreement import compare_facts
+from mfsdp_func.effects.blocks import packed, unpack
+from mfsdp_func.effects.carrier import SIMULATED, Call, Parcel, Simulated
+from mfsdp_func.effects.poison import PoisonMode, SimulationError, fill_with_poison
+from mfsdp_func.effects.rank_state import ProcessState, shared_dual_level
+from mfsdp_func.plans.collective import Collective
+from mfsdp_func.values.mesh import Mesh
 
 Result = TypeVar("Result")
 

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from mfsdp_func.plan import Message, RankView, group_messages
-from mfsdp_func.transport.carrier import Call, Carrier, Parcel
-from mfsdp_func.transport.memory import Block, Memory, Pair, Places, blocks_of, copy_all, pair_blocks
+from mfsdp_func.effects.blocks import Block, Memory, Pair, Places, blocks_of, copy_all, pair_blocks
+from mfsdp_func.effects.carrier import Call, Carrier, Parcel
+from mfsdp_func.plans.plan import Message, RankView, group_messages
 
 _ALIGNMENT_NBYTES = 64
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.owner_planning import CostFn, tensor_costs
-from mfsdp_func.packing import Assignment, Item, Work, pack_evenly, pack_near, pack_on_holders
-from mfsdp_func.placement import Placement, RowAtomic
-from mfsdp_func.ranges import Range
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.values.owner_planning import CostFn, tensor_costs
+from mfsdp_func.values.owner_search import Assignment, Item, Work, pack_evenly, pack_near, pack_on_holders
+from mfsdp_func.values.placement import Placement, RowAtomic
+from mfsdp_func.values.ranges import Range
 
 _STRETCHES = (1.0, 1.02, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """How far above the best load found plans may go that move less."""
@@ -35,7 +35,7 @@ class Trade:
     Attributes:
         max_load: work of the busiest rank, in units of the cost function.
         mean_load: work of all tensors over the number of ranks.
-        load_bound: no choice of owners has a smaller `max_load`; see `mfsdp_func.packing.load_lower_bound`.
+        load_bound: no choice of owners has a smaller `max_load`; see `mfsdp_func.values.owner_search.load_lower_bound`.
         moved_nbytes: bytes that one gather of all groups sends between ranks, in one replica group.
         inter_node_nbytes: those of them that leave a node.
         least_nbytes: no choice of owners moves fewer bytes: each tensor on the rank that holds most of it.
@@ -97,7 +97,7 @@ def balance_owner_work(
     equally even plans with ``byte_cost=0``) are decided by fewer priced bytes. An owner may hold nothing of its
     tensor.
 
-    The most even plan found (`mfsdp_func.packing.pack_evenly`) competes with plans that keep tensors with their holders
+    The most even plan found (`owner_search.pack_evenly`) competes with plans that keep tensors with their holders
     under looser and looser capacities; in each, tensors of equal cost trade places so that less moves. Deterministic:
     the same on every rank, for groups in the same order. About half a second for 10,000 matrices on 64 ranks.
 
@@ -118,7 +118,7 @@ def balance_owner_work(
             replicate over sets of ranks that overlap without being equal.
         IndexError: if an index is not one of its layout's.
 
-    >>> from mfsdp_func.layout_builder import build_for_row_atomic
+    >>> from mfsdp_func.values.layout_builder import build_for_row_atomic
     >>> layout = build_for_row_atomic([(4, 4), (2, 4)], 2)
     >>> balance = balance_owner_work([(layout, Mesh(2), [0, 1])] * 2, lambda shape: shape[0])
     >>> balance.owners, balance.trade.imbalance

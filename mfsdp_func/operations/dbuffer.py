@@ -7,25 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.buffer_spec import (
-    BufferSpec,
-    Step,
-    averages,
-    collective_step,
-    held_tensors,
-    local_numel,
-    local_part,
-    local_view,
-    redistribution,
-    view_step,
-)
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh, MeshLike
-from mfsdp_func.operation import check_tensors, faults_reported, joined_link, run, run_traced
-from mfsdp_func.placement import Partial, Placement
-from mfsdp_func.ranges import Range
-from mfsdp_func.spec_facts import fact_of, spec_of
-from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
+from mfsdp_func.effects.call import check_tensors, faults_reported, joined_link, run, run_traced
+from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
+from mfsdp_func.operations.spec_facts import fact_of, spec_of
+from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step
+from mfsdp_func.values.buffer_spec import BufferSpec, averages, held_tensors, local_numel, local_part, local_view
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh, MeshLike
+from mfsdp_func.values.placement import Partial, Placement
+from mfsdp_func.values.ranges import Range
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -194,10 +184,10 @@ class DBuffer:
         return redistribute(self, placements, deterministic=deterministic)[0]
 
     def get_dtensor(self, tensor_index: int) -> "DTensor":
-        """A tensor as a `DTensor` with its logical global shape; see `mfsdp_func.dtensor.to_dtensor`."""
+        """A tensor as a `DTensor` with its logical global shape; see `mfsdp_func.operations.dtensor.to_dtensor`."""
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError("get_dtensor: a DTensor is made outside compiled regions; use get_tensor_view inside")
-        from mfsdp_func.dtensor import to_dtensor
+        from mfsdp_func.operations.dtensor import to_dtensor
 
         return to_dtensor(self, tensor_index)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.values.mesh import Mesh
 
 Kind = Literal["allgather", "reduce_scatter", "allreduce"]
 

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from mfsdp_func.mesh import Mesh
-from mfsdp_func.transport.carrier import Call, Carrier
+from mfsdp_func.effects.carrier import Call, Carrier
+from mfsdp_func.values.mesh import Mesh
 
 ENVIRONMENT_VARIABLE = "MFSDP_FUNC_CHECK"
 _RECORD_NBYTES = 1024

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mfsdp_func.joint_plan import join_plans
-from mfsdp_func.move_operator import remember
-from mfsdp_func.movement import Options
-from mfsdp_func.operation import check_tensors, faults_reported, run, run_traced
-from mfsdp_func.owner_planning import GroupOwnerLayout
-from mfsdp_func.plan import Plan, gather_plan, scatter_plan
-from mfsdp_func.tokens import After, AnyStream, Token, as_tokens
+from mfsdp_func.effects.call import check_tensors, faults_reported, run, run_traced
+from mfsdp_func.effects.move import Options
+from mfsdp_func.effects.move_operator import remember
+from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
+from mfsdp_func.plans.joint_plan import join_plans
+from mfsdp_func.plans.plan import Plan, gather_plan, scatter_plan
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 
 def gather(

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.padding import PaddingReport, PaddingWarning, finer_view, padding_report
-from mfsdp_func.placement import ShardLayout
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.padding import PaddingReport, PaddingWarning, finer_view, padding_report
+from mfsdp_func.values.placement import ShardLayout
 
 
 def build_row_atomic_layout(

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.mesh import Mesh
+from mfsdp_func.plans.collective import Collective
+from mfsdp_func.values.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,6 @@ def carrier_of(mesh: Mesh) -> Carrier:
     simulated = SIMULATED.get()
     if simulated is not None:
         return simulated.carrier
-    from mfsdp_func.transport.process_group import PROCESS_GROUPS
+    from mfsdp_func.effects.process_group import PROCESS_GROUPS
 
     return PROCESS_GROUPS

@@ -20,10 +20,10 @@ from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from mfsdp_func.movement import LinearMap
+    from mfsdp_func.effects.move import LinearMap
 
 LIBRARY = torch.library.Library("mfsdp_func", "DEF")
-"""Holds `mfsdp_func::move`; `mfsdp_func.movement` implements it."""
+"""Holds `mfsdp_func::move`; `mfsdp_func.effects.move` implements it."""
 
 LIBRARY.define(
     "move(Tensor[] inputs, Tensor link, Tensor? after, str key, ScalarType? dtype, bool forward, bool differentiated)"

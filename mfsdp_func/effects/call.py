@@ -8,11 +8,11 @@ from operator import attrgetter
 import torch
 from torch.fx.node import has_side_effect
 
-from mfsdp_func.move_operator import remembered
-from mfsdp_func.movement import LinearMap, Options, in_flight, move, teller_of
-from mfsdp_func.tokens import After, AnyStream, Pending, Token, as_tokens, mark_used
-from mfsdp_func.transport import carrier_of
-from mfsdp_func.transport.agreement import checking, report_fault
+from mfsdp_func.effects.agreement import checking, report_fault
+from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.effects.move import LinearMap, Options, in_flight, move, teller_of
+from mfsdp_func.effects.move_operator import remembered
+from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
 
 
 @contextmanager

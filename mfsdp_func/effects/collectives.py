@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from mfsdp_func.collective import Collective
-from mfsdp_func.transport.carrier import Call, Carrier, Parcel
+from mfsdp_func.effects.carrier import Call, Carrier, Parcel
+from mfsdp_func.plans.collective import Collective
 
 Finish = Callable[[], None]
 

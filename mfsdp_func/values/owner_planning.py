@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from mfsdp_func.layout import GlobalLayout
-from mfsdp_func.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.placement import Placement, Replicate, RowAtomic, Shard
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
+from mfsdp_func.values.placement import Placement, Replicate, RowAtomic, Shard
 
 CostFn: TypeAlias = Callable[[torch.Size], float]
 """The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
@@ -147,7 +147,7 @@ class GroupOwnerLayout:
     Raises:
         ValueError: if an index or an owner does not exist, or `placements` do not fit.
 
-    >>> from mfsdp_func.layout_builder import build_for_row_atomic
+    >>> from mfsdp_func.values.layout_builder import build_for_row_atomic
     >>> GroupOwnerLayout(Mesh(2), build_for_row_atomic([(4, 2), (2, 2)], 2), {1: 0, 0: 1})
     GroupOwnerLayout({0: 1, 1: 0}, placements=(RowAtomic(),), mesh=Mesh(axis0=2, ranks=(0, 1), rank=None), name='')
     """

@@ -1,0 +1,1 @@
+"""The one effect: moving elements between ranks, over process groups or in a simulated mesh."""

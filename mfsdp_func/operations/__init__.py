@@ -1,0 +1,1 @@
+"""Operations on tensors: pure, over the one effect."""

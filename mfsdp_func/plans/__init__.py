@@ -1,0 +1,1 @@
+"""Plans: what moves between ranks. Integers only."""

@@ -1,0 +1,1 @@
+"""Values: meshes, placements, layouts, owners. Integers only; no tensor, no process."""
