@@ -1,6 +1,7 @@
 """`fully_shard`: gradients, averages and values against the same module whole, for every way to lie on a mesh."""
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -576,3 +577,85 @@ def test_padding_warns() -> None:
         warnings.simplefilter("always")
         on_each((4,), lambda mesh: mf.fully_shard(module, mesh, place(mesh, "four")))
     assert {warning.category for warning in caught} == {mf.PaddingWarning}
+
+
+def test_padding_beyond_the_limit_is_refused() -> None:
+    """Rows of 997, 991 and 983 elements have a least common multiple of almost 10^9."""
+    module = nn.ParameterList([torch.ones(85, size) for size in (997, 991, 983)])
+
+    def shard(mesh: mf.Mesh, **choices: Any) -> int:
+        _, params = mf.fully_shard(module, mesh, place(mesh, "two"), context=mf.FsdpContext(**choices))
+        return sum(buffer.local_buffer.numel() for buffer in params.values())
+
+    with pytest.raises(ValueError, match=r"BALANCED stores 25\d,\d\d\d .*beyond max_padding=4.0") as caught:
+        on_each((2,), shard)
+    assert any("in group" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match=r"beyond max_padding=1000.0"):
+        on_each((2,), lambda mesh: shard(mesh, max_padding=1000.0))
+    for layout in (mf.ShardLayout.BALANCED, mf.ShardLayout.UNPADDED):
+        stored = on_each((2,), lambda mesh, layout=layout: shard(mesh, shard_layout=layout, max_padding=1.01))
+        assert 252_535 <= sum(stored.values()) < 252_535 + 2 * 997
+
+
+def test_few_rows_are_no_padding_of_the_layout() -> None:
+    """A scalar on eight ranks stores eight elements, however its rows are cut."""
+    module = nn.ParameterList([torch.tensor(1.0)])
+
+    def stored(mesh: mf.Mesh) -> list[int]:
+        _, params = mf.fully_shard(module, mesh, mf.Placements([0], ROWS, ROWS, ROWS))
+        return [buffer.local_buffer.numel() for buffer in params.values()]
+
+    assert on_each((8,), stored) == {rank: [1] for rank in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"shard_layout": "unpadded"}, r"got 'unpadded'; use ShardLayout.UNPADDED"),
+        ({"shard_layout": None}, r"got None; use ShardLayout.PADDED or ShardLayout.UNPADDED or"),
+        ({"max_padding": 0.5}, "max_padding must be a number of at least 1, got 0.5"),
+        ({"max_padding": float("nan")}, "max_padding must be a number of at least 1, got nan"),
+        ({"max_padding": "4"}, "max_padding must be a number of at least 1, got '4'"),
+    ],
+)
+def test_wrong_contexts(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        mf.FsdpContext(**choices)
+
+
+class Counting(nn.Module):
+    """Two units, of which each counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.BatchNorm1d(6), nn.BatchNorm1d(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def test_deep_copies_of_apply_have_buffers_and_modes_of_their_own() -> None:
+    torch.manual_seed(0)
+    module, x = Counting().double(), torch.randn(4, 6, dtype=torch.float64)
+    expected = grad(lambda w: functional_call(copy.deepcopy(module), w, (x,)))(dict(module.named_parameters()))
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
+        twin = copy.deepcopy({"apply": apply})["apply"]
+        for _ in range(2):
+            gradients = grad(lambda params: twin(params, x))(params)
+            cases.assert_same(twin.gather_parameters(gradients), expected)
+        name = "blocks.1.num_batches_tracked"
+        assert (int(apply.named_buffers()[name]), int(twin.named_buffers()[name])) == (0, 2)
+        again = copy.deepcopy(twin).eval()
+        again(params, x)
+        twin(params, x)
+        apply(params, x)
+        counted = [int(each.named_buffers()[name]) for each in (apply, twin, again)]
+        assert counted == [1, 3, 2]
+        with pytest.raises(TypeError, match="call fully_shard again where"):
+            pickle.dumps(apply)
+
+    on_each((2,), program)

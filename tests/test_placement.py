@@ -197,3 +197,12 @@ class TestPlacements:
         given = [RowAtomic()] * len(axes)
         with pytest.raises(ValueError, match="dp_axes"):
             Placements(axes, given, given, given)
+
+
+def test_a_class_in_place_of_an_instance_is_named() -> None:
+    rows = RowAtomic()
+    for given in (RowAtomic, [RowAtomic]):
+        with pytest.raises(TypeError, match=r"parameter holds the class RowAtomic; give an instance: RowAtomic\(\)"):
+            Placements([0], given, [rows], [rows])
+    with pytest.raises(TypeError, match=r"optimizer holds the class BlockAtomic; give .* BlockAtomic\(block_size\)"):
+        Placements([0], rows, rows, [BlockAtomic])

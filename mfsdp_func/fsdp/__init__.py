@@ -197,7 +197,13 @@ def _layout(group: Group, mesh: Mesh, placements: Placements, choices: _Choices)
         return build_for_tensor_atomic(shapes, count, tensor_owners=owners)
     block_size = shard.block_size if isinstance(shard, BlockAtomic) else 1
     try:
-        return build_row_atomic_layout(shapes, count, block_size=block_size, shard_layout=choices.context.shard_layout)
+        return build_row_atomic_layout(
+            shapes,
+            count,
+            block_size=block_size,
+            shard_layout=choices.context.shard_layout,
+            max_padding=choices.context.max_padding,
+        )
     except ValueError as error:
         error.add_note(f"in group {group.key!r}, whose tensors are {[entry.name for entry in group.entries]}")
         raise

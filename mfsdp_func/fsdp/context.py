@@ -1,12 +1,13 @@
 """Choices of `fully_shard` that are not placements."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from mfsdp_func.values.placement import ShardLayout
+from mfsdp_func.values.placement import ShardLayout, check_shard_layout
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,12 @@ class FsdpContext:
 
     Attributes:
         parameter_to_owner: for `TensorAtomic`: parameter, or its qualified name -> global rank that owns it whole.
-        shard_layout: how the rows of each buffer are cut; see `ShardLayout`.
+        shard_layout: how the rows of each buffer are cut; see `ShardLayout`. `PADDED` is the default because its
+            segments join without a copy, and the widths of most models divide one another, so that it hardly pads.
+            Where they do not, `BALANCED` is the better choice: never more than a row of padding per rank, for one more
+            copy of each gathered buffer.
+        max_padding: a buffer that would store more than this many times what equal segments must store at least is
+            refused, with figures, instead of laid out; ``math.inf`` for no limit.
         finer_rows: names of parameters laid out by their last dim, as ``(prod(shape[:-1]), shape[-1])``: for few and
             huge rows, as experts have. Costs nothing; optimizers see the parameter's part in that shape.
         param_dtype: dtype in which parameters are gathered and units compute; None for the main weights' own.
@@ -32,6 +38,7 @@ class FsdpContext:
 
     parameter_to_owner: Mapping[str | nn.Parameter, int] | None = None
     shard_layout: ShardLayout = ShardLayout.PADDED
+    max_padding: float = 4.0
     finer_rows: frozenset[str] = frozenset()
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -42,3 +49,9 @@ class FsdpContext:
     init: Callable[[str, nn.Module], None] | None = field(default=None)
     seed: int = 0
     device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        check_shard_layout("FsdpContext", self.shard_layout)
+        limit: object = self.max_padding
+        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or math.isnan(limit) or limit < 1:
+            raise ValueError(f"FsdpContext: max_padding must be a number of at least 1, got {limit!r}")

@@ -1,5 +1,6 @@
 """The pure `apply` of `fully_shard`: a module's forward, in which each unit gathers its parameters while it runs."""
 
+import copy
 import functools
 import uuid
 from collections.abc import Generator, Mapping, Sequence
@@ -55,22 +56,46 @@ class ShardedModule:
         self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
         self.bound, self.places = dict(bound), places
         self._device_mesh = device_mesh
-        self._skeleton = skeleton
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None
         self._order: tuple[int, ...] = ()
         self._changing: dict[int, frozenset[str]] = {}
         self._watched: set[int] = set()
+        self._own(skeleton)
+        for n, unit in enumerate(self.units):
+            if not unit.held:
+                sub = skeleton.get_submodule(unit.name)
+                sub.forward = _UnitForward(self, n, sub)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _own(self, skeleton: nn.Module) -> None:
+        """Take a module as one's own, with an identity of one's own."""
+        self._skeleton = skeleton
         self._key = uuid.uuid4().hex
         self._buffer_places: list[tuple[dict[str, Any], str]] = [
             (sub._buffers, leaf) for sub in skeleton.modules() for leaf, b in sub._buffers.items() if b is not None
         ]
         register(self._key, self)
         self._current: ContextVar[Pass | None] = ContextVar("mfsdp_func_apply", default=None)
-        for n, unit in enumerate(self.units):
-            if not unit.held:
-                sub = skeleton.get_submodule(unit.name)
-                sub.forward = _UnitForward(self, n, sub)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        """Another `apply` of the same sharded parameters, with module buffers and modes of its own."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        memo[id(self)] = twin  # the units' forwards refer to it
+        twin.frozen_params = {key: DBuffer(b.spec, b.local_buffer.clone()) for key, b in self.frozen_params.items()}
+        twin._cache = None if self._cache is None else GatherCache()
+        twin._changing, twin._watched = dict(self._changing), set(self._watched)
+        twin._own(copy.deepcopy(self._skeleton, memo))
+        return twin
+
+    def __copy__(self) -> "ShardedModule":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "apply cannot be pickled: it is code over a module, its units and a mesh; save the sharded parameters and"
+            " apply.named_buffers(), and call fully_shard again where they are loaded"
+        )
 
     def __call__(self, sharded_params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's results.

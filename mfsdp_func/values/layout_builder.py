@@ -10,7 +10,7 @@ import torch
 
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.padding import PaddingReport, PaddingWarning, finer_view, padding_report
-from mfsdp_func.values.placement import ShardLayout
+from mfsdp_func.values.placement import ShardLayout, check_shard_layout
 
 
 def build_row_atomic_layout(
@@ -19,28 +19,44 @@ def build_row_atomic_layout(
     *,
     block_size: int = 1,
     shard_layout: ShardLayout = ShardLayout.PADDED,
+    max_padding: float = math.inf,
 ) -> GlobalLayout:
     """A layout whose segment boundaries never split `block_size` consecutive rows, cut as `shard_layout` says.
+
+    Args:
+        shapes: see `build_for_row_atomic`.
+        dp_size: see there.
+        block_size: see there.
+        shard_layout: how rows are cut into segments.
+        max_padding: how many times the elements that equal segments must store at least (`PaddingReport.bound`) the
+            layout may store.
 
     Warns:
         PaddingWarning: with figures and the remedy, if `PADDED` stores more than a tenth beyond the tensors' elements,
             or if any equal segments must and the largest rows have a finer view (see `finer_view`).
 
     Raises:
-        ValueError: see `build_for_row_atomic`.
+        ValueError: above `max_padding`, with figures and the remedy; and see `build_for_row_atomic`.
         TypeError: if `shard_layout` is not a `ShardLayout`.
     """
-    if not isinstance(shard_layout, ShardLayout):
-        raise TypeError(f"build_row_atomic_layout: shard_layout must be a ShardLayout, got {shard_layout!r}")
+    check_shard_layout("build_row_atomic_layout", shard_layout)
     layout = _ROW_BUILDERS[shard_layout](shapes, dp_size, block_size=block_size)
     if shard_layout is not ShardLayout.UNPADDED:
-        _warn_of_padding(layout, padding_report(layout, block_size=block_size), shard_layout, block_size)
+        report = padding_report(layout, block_size=block_size)
+        words = _about_padding(layout, report, shard_layout, block_size)
+        if report.stored > max_padding * report.bound:
+            raise ValueError(
+                f"{words} That is beyond max_padding={max_padding}: choose another ShardLayout, or raise it."
+            )
+        if words:
+            warnings.warn(words, PaddingWarning, stacklevel=2)
     return layout
 
 
-def _warn_of_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: ShardLayout, block_size: int) -> None:
+def _about_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: ShardLayout, block_size: int) -> str:
+    """Why a layout stores much padding and what to do; nothing where it does not, or nothing can be done."""
     if not report.wasteful or report.largest_tensor is None:
-        return
+        return ""
     shape = layout.tensor_shapes[report.largest_tensor]
     finer = finer_view(shape)
     words = [f"build_row_atomic_layout: {shard_layout} stores much padding: {report}."]
@@ -53,7 +69,7 @@ def _warn_of_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: 
             " no padding, but unequal segments."
         )
     elif not report.hopeless or finer == shape:
-        return
+        return ""
     if report.hopeless:
         words.append(
             f"Equal segments cannot help: tensor {report.largest_tensor} {tuple(shape)} has few and huge rows"
@@ -61,7 +77,7 @@ def _warn_of_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: 
         )
         if finer != shape:
             words.append(f"Lay it out by a finer logical view, its last dim as the row: {tuple(finer)}.")
-    warnings.warn(" ".join(words), PaddingWarning, stacklevel=3)
+    return " ".join(words)
 
 
 def build_for_row_atomic(shapes: Iterable[Iterable[int]], dp_size: int, *, block_size: int = 1) -> GlobalLayout:

@@ -32,6 +32,17 @@ class ShardLayout(enum.Enum):
     """Equal *stored* segments: cut at row boundaries so that the largest is the least possible, padded at the ends."""
 
 
+def check_shard_layout(where: str, shard_layout: object) -> None:
+    """Raise a `TypeError`, with the member that was meant, if `shard_layout` is no `ShardLayout`."""
+    if isinstance(shard_layout, ShardLayout):
+        return
+    meant = [str(member) for member in ShardLayout if str(shard_layout).lower() in (member.value, str(member).lower())]
+    raise TypeError(
+        f"{where}: shard_layout must be a ShardLayout, got {shard_layout!r}; use"
+        f" {' or '.join(meant or map(str, ShardLayout))}"
+    )
+
+
 class _FlatShard(Shard):
     """A `Shard(0)` of one flat buffer that is equal only to its own class and values, and cannot be changed."""
 
@@ -137,16 +148,25 @@ class Placements:
             raise ValueError(f"Placements: dp_axes must name at least one axis and each only once, got {axes}")
         object.__setattr__(self, "dp_axes", axes)
         for role, given in (("parameter", parameter), ("gradient", gradient), ("optimizer", optimizer)):
-            placements = (given,) if isinstance(given, Placement) else tuple(given)
+            placements = (given,) if isinstance(given, (Placement, type)) else tuple(given)
             if len(placements) != len(axes):
                 raise ValueError(
                     f"Placements: {role} has {len(placements)} placements {placements} for {len(axes)} axes {axes};"
                     " give one placement per axis of dp_axes"
                 )
             for placement in placements:
-                if not isinstance(placement, Placement):
-                    raise TypeError(f"Placements: {role} must hold placements, got {placement!r}")
+                _check_placement(f"Placements: {role}", placement)
             object.__setattr__(self, role, placements)
+
+
+def _check_placement(where: str, placement: object) -> None:
+    if isinstance(placement, type) and issubclass(placement, Placement):
+        argument = "block_size" if placement is BlockAtomic else ""
+        raise TypeError(
+            f"{where} holds the class {placement.__name__}; give an instance: {placement.__name__}({argument})"
+        )
+    if not isinstance(placement, Placement):
+        raise TypeError(f"{where} must hold placements, such as RowAtomic() or Replicate(), got {placement!r}")
 
 
 def is_flat_shard(placement: Placement) -> bool:
