@@ -4,13 +4,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp_func as mf
-from mfsdp_func.values.mesh import Mesh, as_mesh
+from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import Partial, Placement, Replicate, RowAtomic, TensorAtomic
 
 SHAPES = ((5, 4), (2, 6), (3,), (0, 2), (7, 2))
@@ -114,11 +112,3 @@ def tensors_of(buffer: mf.DBuffer) -> torch.Tensor:
         start, end = max(offset, mine.start), min(offset + numel, mine.end)
         found.append(buffer.local_buffer[start - mine.start : max(start, end) - mine.start])
     return torch.cat([buffer.local_buffer[:0], *found])
-
-
-def real_mesh(rank: int, mesh: Any, kind: str = "DeviceMesh") -> Mesh:
-    """On a real rank: a mesh with process groups of its own, or one that only has the default group."""
-    shape, ranks = mesh
-    if kind == "DeviceMesh":
-        return as_mesh(DeviceMesh("cpu", torch.tensor(ranks).view(shape)))
-    return Mesh(shape, ranks=ranks, rank=rank)

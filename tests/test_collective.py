@@ -27,11 +27,11 @@ from tests.buffers import (
     is_reachable,
     layout_of,
     local_of,
-    real_mesh,
     shard_of,
     source_of,
     tensors_of,
 )
+from tests.meshes import RunOnMesh, run_real, run_simulated
 from tests.spawn import RankPool
 
 # torch's forward mode scripts a few decompositions when it is first used.
@@ -162,10 +162,6 @@ def gradients(mesh: Mesh, kind: str) -> list[torch.Tensor]:
     return [tensors_of(functional), tensors_of(curvature)]
 
 
-def gradients_on_gloo(rank: int, mesh: Any, kind: str) -> list[torch.Tensor]:
-    return gradients(real_mesh(rank, mesh), kind)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_gradients_simulated(kind: str, count: int) -> None:
@@ -178,8 +174,8 @@ def test_gradients_simulated(kind: str, count: int) -> None:
 @pytest.mark.parametrize("mesh", MESHES[4], ids=["4", "2x2"])
 def test_gradients_on_real_ranks(kind: str, mesh: Any, ranks4: RankPool) -> None:
     """Bitwise as simulated: a deterministic gather has a deterministic transpose."""
-    real = ranks4.run(gradients_on_gloo, mesh, kind)
-    for rank, simulated in mf.simulate(lambda m: gradients(m, kind), mesh[0], ranks=mesh[1]).results.items():
+    real = run_real(ranks4, gradients, mesh[0], kind, ranks=mesh[1])
+    for rank, simulated in run_simulated(gradients, mesh[0], kind, ranks=mesh[1]).items():
         assert all(torch.equal(a, b) for a, b in zip(real[rank], simulated, strict=True)), f"rank {rank}"
 
 
@@ -198,17 +194,9 @@ def map_over_buffers(mesh: Mesh) -> None:
             torch.testing.assert_close(tensors_of(slope), tensors_of(expected))
 
 
-def map_over_buffers_on_gloo(rank: int, mesh: Any) -> None:
-    map_over_buffers(real_mesh(rank, mesh))
-
-
-def test_vmap_simulated() -> None:
-    mf.simulate(map_over_buffers, 2)
-
-
-@pytest.mark.distributed
-def test_vmap_on_real_ranks(ranks4: RankPool) -> None:
-    ranks4.run(map_over_buffers_on_gloo, MESHES[4][0])
+def test_vmap(run_on_mesh: RunOnMesh) -> None:
+    shape, ranks = MESHES[4][0]
+    run_on_mesh(map_over_buffers, shape, ranks=ranks)
 
 
 # In flight.
@@ -240,10 +228,6 @@ def in_flight(mesh: Mesh, kind: str) -> None:
     assert all(work.done for work in token.pending)
 
 
-def in_flight_on_gloo(rank: int, mesh: Any, kind: str) -> None:
-    in_flight(real_mesh(rank, mesh), kind)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [False, True])
 def test_in_flight_simulated(kind: str, poison: bool) -> None:
@@ -253,7 +237,8 @@ def test_in_flight_simulated(kind: str, poison: bool) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_flight_on_real_ranks(kind: str, ranks4: RankPool) -> None:
-    ranks4.run(in_flight_on_gloo, MESHES[4][0], kind)
+    shape, ranks = MESHES[4][0]
+    run_real(ranks4, in_flight, shape, kind, ranks=ranks)
 
 
 def test_tokens_link_gradients() -> None:
@@ -293,20 +278,17 @@ def test_poison_shows_what_is_read_too_early(name: str, deterministic: bool) -> 
 # Disagreement, and dtypes.
 
 
-def disagree(rank: int) -> None:
-    mesh = Mesh(2, rank=rank)
-    buffer = source_of(mesh, [SUM], layout_of("padded" if rank else "unpadded", 2))
-    with mf.agreement_check(True):
+def disagree(mesh: Mesh) -> str:
+    buffer = source_of(mesh, [SUM], layout_of("padded" if mesh.rank else "unpadded", 2))
+    with pytest.raises(ValueError, match="nothing was sent, because the ranks disagree") as caught:
         buffer.allreduce(0)
+    return str(caught.value)
 
 
-@pytest.mark.distributed
-def test_ranks_that_disagree_raise_before_they_communicate(ranks2: RankPool) -> None:
-    for error in ranks2.run(disagree, return_exceptions=True):
-        assert isinstance(error, ValueError)
-        assert "nothing was sent, because the ranks disagree" in str(error)
-        assert "on ranks [0]" in str(error)
-        assert "on ranks [1]" in str(error)
+def test_ranks_that_disagree_raise_before_they_communicate(run_on_mesh: RunOnMesh) -> None:
+    for text in run_on_mesh(disagree, 2, check=True).values():
+        assert "on ranks [0]" in text
+        assert "on ranks [1]" in text
 
 
 MOVED = (torch.bool, torch.uint8, torch.int16, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.bfloat16)
@@ -334,12 +316,8 @@ def dtypes(mesh: Mesh) -> list[torch.Tensor]:
     return results
 
 
-def dtypes_on_gloo(rank: int) -> list[torch.Tensor]:
-    return dtypes(real_mesh(rank, MESHES[4][0]))
-
-
 @pytest.mark.distributed
 def test_dtypes(ranks4: RankPool) -> None:
-    real = ranks4.run(dtypes_on_gloo)
-    for rank, simulated in mf.simulate(dtypes, 4, ranks=(2, 0, 3, 1)).results.items():
+    real = run_real(ranks4, dtypes, 4, ranks=(2, 0, 3, 1))
+    for rank, simulated in run_simulated(dtypes, 4, ranks=(2, 0, 3, 1)).items():
         assert all(torch.equal(a, b) for a, b in zip(real[rank], simulated, strict=True)), f"rank {rank}"

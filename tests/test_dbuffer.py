@@ -29,11 +29,11 @@ from tests.buffers import (
     is_reachable,
     layout_of,
     local_of,
-    real_mesh,
     shard_of,
     source_of,
     tensors_of,
 )
+from tests.meshes import run_real, run_simulated
 from tests.spawn import RankPool
 
 Tensors = dict[str, torch.Tensor]
@@ -69,20 +69,16 @@ def check_all(mesh: Mesh, kind: str) -> tuple[Tensors, Tensors]:
     return exact, rounded
 
 
-def check_all_on_gloo(rank: int, mesh: Any, kind: str, group: str) -> tuple[Tensors, Tensors]:
-    return check_all(real_mesh(rank, mesh, group), kind)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_table_simulated(kind: str, count: int) -> None:
     for shape, ranks in MESHES[count]:
-        mf.simulate(partial(check_all, kind=kind), shape, ranks=ranks)
+        run_simulated(check_all, shape, kind, ranks=ranks)
 
 
 def compare(pool: RankPool, mesh: Any, kind: str, group: str) -> None:
-    real = pool.run(check_all_on_gloo, mesh, kind, group)
-    simulated = mf.simulate(partial(check_all, kind=kind), mesh[0], ranks=mesh[1]).results
+    real = run_real(pool, check_all, mesh[0], kind, ranks=mesh[1], kind=group)
+    simulated = run_simulated(check_all, mesh[0], kind, ranks=mesh[1])
     for rank, (exact, rounded) in simulated.items():
         for name, value in exact.items():
             assert torch.equal(value, real[rank][0][name]), f"{name} on rank {rank}"

@@ -7,7 +7,8 @@ from torch.distributed.tensor import Replicate, Shard
 import mfsdp_func as mf
 from mfsdp_func.operations.dtensor import chunk_plan, from_dtensor
 from mfsdp_func.values.mesh import Mesh
-from tests.buffers import AVG, FULL, KINDS, ROWS, SHAPES, SUM, layout_of, local_of, real_mesh, shard_of, tensors_of
+from tests.buffers import AVG, FULL, KINDS, ROWS, SHAPES, SUM, layout_of, local_of, shard_of, tensors_of
+from tests.meshes import mesh_on_rank
 from tests.spawn import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -20,7 +21,7 @@ def tensors() -> list[torch.Tensor]:
 
 def whole_again(rank: int, mesh: Any) -> None:
     """Every tensor of every layout, whole again through PyTorch's own collectives; gradients back to the buffer."""
-    value, full = real_mesh(rank, mesh), tensors()
+    value, full = mesh_on_rank(rank, mesh), tensors()
     for kind in KINDS:
         shard, shards = shard_of(kind), value.shape[-1]
         layout, placements = layout_of(kind, shards), [FULL] * (value.ndim - 1)
@@ -63,7 +64,7 @@ def test_four_ranks(shape: tuple[int, ...], ranks4: RankPool) -> None:
 
 
 def refused(rank: int, mesh: Any, axes: int) -> str:
-    value = real_mesh(rank, mesh)
+    value = mesh_on_rank(rank, mesh)
     spec = mf.BufferSpec(value, [*[FULL] * (value.ndim - axes), *[ROWS] * axes], layout_of("padded", 4))
     with pytest.raises(NotImplementedError) as caught:
         local_of(spec, torch.zeros(spec.layout.size)).get_dtensor(0)

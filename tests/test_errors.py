@@ -1,73 +1,29 @@
 """Faults end in an error that says what to do, or in the right answer: no wrong numbers, no hang, no dead process."""
 
 import math
-import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.func import grad, jacfwd, jacrev, vmap
 
 import mfsdp_func as mf
-from mfsdp_func.effects.agreement import ENVIRONMENT_VARIABLE
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from tests.faults import (
+    LAYOUT,
+    SHORT,
+    Tensors,
+    assert_says,
+    block,
+    catch,
+    check_round_trip,
+    results,
+    round_trip_on,
+    shards,
+)
 from tests.spawn import RankPool
-
-# torch's forward mode scripts a few decompositions when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-Tensors = dict[int, torch.Tensor]
-SHORT = 2.0
-"""Seconds after which a group gives up, where a test waits for that."""
-
-
-def assert_says(error: BaseException, *words: str) -> None:
-    text = str(error)
-    assert all(word in text for word in words), f"missing {[word for word in words if word not in text]} in: {text}"
-
-
-# One group for all faults. Rank 0 owns both participating tensors; rank 1 holds the last row of tensor 0 and tensor 1.
-
-LAYOUT = mf.GlobalLayout([(4, 2), (4, 2), (3,)], [0, 8, 16], 19, [0, 6])
-
-
-def full(dtype: torch.dtype = torch.float32) -> Tensors:
-    return {
-        i: torch.arange(float(s.numel())).view(s).add(100 * i).to(dtype) for i, s in enumerate(LAYOUT.tensor_shapes)
-    }
-
-
-def block(mesh: Mesh, owners: dict[int, int] | None = None, name: str = "block") -> GroupOwnerLayout:
-    return GroupOwnerLayout(mesh, LAYOUT, owners or {0: mesh.ranks[0], 1: mesh.ranks[0]}, name=name)
-
-
-def shards(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensors:
-    tensors = full(dtype)
-    first = {0: tensors[0].view(-1)[:6]}
-    last = {0: tensors[0].view(-1)[6:], 1: tensors[1].view(-1), 2: tensors[2]}
-    return first if mesh.rank == mesh.ranks[0] else last
-
-
-def results(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensors:
-    return {i: full(dtype)[i] for i in (0, 1)} if mesh.rank == mesh.ranks[0] else {}
-
-
-def check_round_trip(mesh: Mesh) -> str:
-    gathered, token = mf.gather(shards(mesh), owner_layout=block(mesh))
-    wanted = results(mesh)
-    assert list(gathered) == list(wanted)
-    assert all(torch.equal(gathered[i], wanted[i]) for i in wanted)
-    parts, _ = mf.scatter(gathered, owner_layout=block(mesh), after=token)
-    assert list(parts) == [i for i in shards(mesh) if i != 2]
-    assert all(torch.equal(part.reshape(-1), shards(mesh)[i]) for i, part in parts.items())
-    return "right"
-
-
-# Values.
 
 
 @pytest.mark.parametrize("owner", [2, 7, -1])
@@ -200,14 +156,6 @@ def test_fault_of_one_rank(name: str) -> None:
     assert f"raised on simulated rank {fault.rank} of" in caught.value.__notes__[-1]
 
 
-def catch(function: Callable[..., Any], *args: Any, **keywords: Any) -> BaseException | None:
-    try:
-        function(*args, **keywords)
-    except Exception as error:
-        return error
-    return None
-
-
 def fault_under_the_check(mesh: Mesh, name: str) -> tuple[str, str]:
     """What this rank raises; afterwards all ranks go on together."""
     with mf.agreement_check():
@@ -265,10 +213,6 @@ def test_without_the_check_peers_time_out(name: str, ranks2: RankPool) -> None:
     assert "imed out" in str(peer) or "closed" in str(peer), peer
     assert ranks2.run(round_trip_on) == ["right", "right"]
     assert ranks2.pids == pids, "a process died"
-
-
-def round_trip_on(rank: int) -> str:
-    return check_round_trip(Mesh(2, rank=rank))
 
 
 def test_a_fault_that_all_ranks_see_is_raised_on_all() -> None:
@@ -356,370 +300,6 @@ def test_dtensors_are_refused(ranks2: RankPool) -> None:
     for text in ranks2.run(give_a_dtensor):
         assert text.startswith(("TypeError", "ValueError")), text
         assert_says(ValueError(text), "gather 'block'", "tensor 0", "DTensor", "local shard")
-
-
-# Disagreements between ranks.
-
-
-def call_in_order(mesh: Mesh, names: tuple[str, str]) -> list[Any]:
-    return [mf.gather(shards(mesh), owner_layout=block(mesh, name=name))[0] for name in names]
-
-
-def disagree_owners(mesh: Mesh) -> Any:
-    return mf.gather(shards(mesh), owner_layout=block(mesh, {0: mesh.get_rank(), 1: 0}))[0]
-
-
-def disagree_owners_reversed(mesh: Mesh) -> Any:
-    return mf.gather(shards(mesh), owner_layout=block(mesh, {0: 1 - mesh.get_rank(), 1: 0}))[0]
-
-
-def disagree_dtype(mesh: Mesh) -> Any:
-    dtype = torch.float32 if mesh.rank == mesh.ranks[0] else torch.bfloat16
-    return mf.gather(shards(mesh, dtype), owner_layout=block(mesh))[0]
-
-
-def disagree_layout(mesh: Mesh) -> Any:
-    layout = mf.GlobalLayout([(4, 2), (4, 2), (3,)], [0, 8, 16], 19 + mesh.get_rank(), [0, 6])
-    owners = GroupOwnerLayout(mesh, layout, {0: 0, 1: 0}, name="block")
-    return mf.gather(shards(mesh), owner_layout=owners)[0]
-
-
-def disagree_order(mesh: Mesh) -> Any:
-    return call_in_order(mesh, ("a", "b") if mesh.rank == mesh.ranks[0] else ("b", "a"))
-
-
-def disagree_operation(mesh: Mesh) -> Any:
-    if mesh.rank == mesh.ranks[0]:
-        return mf.gather(shards(mesh), owner_layout=block(mesh))[0]
-    return mf.scatter(results(mesh), owner_layout=block(mesh))[0]
-
-
-def disagree_include_own(mesh: Mesh) -> Any:
-    own = mesh.rank == mesh.ranks[0]
-    return mf.scatter(results(mesh), owner_layout=block(mesh), include_own=own)[0]
-
-
-def disagree_asserted_dtype(mesh: Mesh) -> Any:
-    """A bf16 result for a rank that says its shards are fp32."""
-    keywords = {} if mesh.rank == mesh.ranks[0] else {"dtype": torch.float32}
-    return mf.scatter(results(mesh, torch.bfloat16), owner_layout=block(mesh), **keywords)[0]
-
-
-DISAGREEMENTS: dict[str, tuple[Callable[[Mesh], Any], tuple[str, ...]]] = {
-    "owners": (disagree_owners, ("gather 'block'", "plan: ", "on ranks [0]", "on ranks [1]", "equal layouts, owners")),
-    "owners reversed": (disagree_owners_reversed, ("gather 'block'", "plan: ", "on ranks [0]", "on ranks [1]")),
-    "dtype": (disagree_dtype, ("gather 'block'", "dtype: float32 on ranks [0], bfloat16 on ranks [1]")),
-    "layout": (disagree_layout, ("gather 'block'", "plan: ", "on ranks [0]", "on ranks [1]")),
-    "order": (disagree_order, ("operation: gather 'a' on ranks [0], gather 'b' on ranks [1]", "in the same order")),
-    "operation": (disagree_operation, ("operation: gather 'block' on ranks [0], scatter 'block' on ranks [1]",)),
-    "include_own": (disagree_include_own, ("scatter 'block'", "plan: ", "on ranks [0]", "on ranks [1]")),
-    "asserted dtype": (disagree_asserted_dtype, ("scatter 'block'", "bfloat16", "float32")),
-}
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_simulated_ranks_that_disagree(name: str) -> None:
-    program, words = DISAGREEMENTS[name]
-    with pytest.raises((ValueError, TypeError)) as caught:
-        mf.simulate(program, 2)
-    assert_says(caught.value, *words)
-    assert any("raised on simulated rank" in note for note in caught.value.__notes__)
-
-
-def disagree_on(rank: int, name: str, check: bool) -> Any:
-    mesh = Mesh(2, rank=rank)
-    with mf.agreement_check(check):
-        outcome = DISAGREEMENTS[name][0](mesh)
-    return [outcome, results(mesh)]
-
-
-def disagree_and_go_on(rank: int, name: str) -> tuple[str, str]:
-    error = catch(disagree_on, rank, name, True)
-    check_round_trip(Mesh(2, rank=rank))
-    return type(error).__name__, str(error)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_the_check_names_the_ranks_that_differ(name: str, ranks2: RankPool) -> None:
-    for kind, text in ranks2.run(disagree_and_go_on, name):
-        assert kind == "ValueError"
-        assert_says(ValueError(text), "nothing was sent", *DISAGREEMENTS[name][1])
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["owners", "owners reversed", "dtype", "order", "operation", "asserted dtype"])
-def test_without_the_check_no_wrong_numbers(name: str, ranks2: RankPool) -> None:
-    outcomes = ranks2.run(disagree_on, name, False, group_timeout=SHORT, timeout=30, return_exceptions=True)
-    pids = ranks2.pids
-    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    assert errors, f"no rank noticed: {outcomes}"
-    for error in errors:
-        assert "died" not in str(error), error
-        assert isinstance(error, RuntimeError) or (name == "asserted dtype" and isinstance(error, TypeError))
-    for outcome in outcomes:
-        if not isinstance(outcome, Exception):
-            got, wanted = outcome
-            got = got[0] if isinstance(got, list) else got
-            assert got == {} or all(torch.equal(got[i], wanted[i]) for i in got), "wrong numbers"
-    assert ranks2.run(round_trip_on) == ["right", "right"]
-    assert ranks2.pids == pids, "a process died"
-
-
-def check_by_environment(rank: int, value: str, inner: bool | None) -> str:
-    os.environ[ENVIRONMENT_VARIABLE] = value
-    try:
-        if inner is None:
-            error = catch(disagree_owners, Mesh(2, rank=rank))
-        else:
-            with mf.agreement_check(inner):
-                error = catch(disagree_owners, Mesh(2, rank=rank))
-    finally:
-        del os.environ[ENVIRONMENT_VARIABLE]
-    return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("value", "inner", "checked"), [("1", None, True), ("0", True, True), ("1", False, False)])
-def test_the_check_by_environment(value: str, inner: bool | None, checked: bool, ranks2: RankPool) -> None:
-    for text in ranks2.run(check_by_environment, value, inner, group_timeout=SHORT):
-        assert text.startswith("ValueError: gather 'block': nothing was sent") == checked, text
-        assert checked or text.startswith("RuntimeError"), text
-
-
-def very_long_names(mesh: Mesh, other: bool) -> str:
-    name = "x" * 5000 + ("y" if other and mesh.rank == mesh.ranks[1] else "")
-    with mf.agreement_check():
-        mf.gather(shards(mesh), owner_layout=block(mesh, name=name))
-    return "agreed"
-
-
-def test_the_check_takes_names_of_any_length() -> None:
-    assert mf.simulate(lambda mesh: very_long_names(mesh, False), 2).results == {0: "agreed", 1: "agreed"}
-    with pytest.raises(ValueError, match="nothing was sent, because the ranks disagree"):
-        mf.simulate(lambda mesh: very_long_names(mesh, True), 2)
-
-
-# Tokens.
-
-
-def skip_on_rank_1(rank: int) -> list[str]:
-    if rank == 1:
-        return []
-    mesh = Mesh(2, rank=rank)
-    _, token = mf.gather(shards(mesh), owner_layout=block(mesh), async_op=True)
-    errors = [catch(token.wait) for _ in range(3)]
-    assert all(type(error) is type(errors[0]) for error in errors)
-    return [f"{type(error).__name__}: {error}" for error in errors]
-
-
-@pytest.mark.distributed
-def test_a_token_raises_its_own_error_at_every_wait(ranks2: RankPool) -> None:
-    errors, _ = ranks2.run(skip_on_rank_1, group_timeout=SHORT, return_exceptions=True)
-    assert len(errors) == 3
-    assert len(set(errors)) == 1
-    assert "RuntimeError" in errors[0] or "DistBackendError" in errors[0]
-
-
-def test_a_token_in_flight_may_not_enter_a_compiled_region() -> None:
-    layout = mf.build_for_row_atomic([(4, 2)], 1)
-    owners = GroupOwnerLayout(Mesh(1, rank=0), layout, {0: 0}, name="block")
-
-    @partial(torch.compile, fullgraph=True, backend="aot_eager")
-    def step(source: torch.Tensor, token: mf.Token) -> torch.Tensor:
-        return mf.gather({0: source}, owner_layout=owners, after=token)[0][0] * 2
-
-    gathered, token = mf.gather({0: torch.ones(4, 2)}, owner_layout=owners, async_op=True)
-    with pytest.raises(Exception, match="work in flight came into a compiled region") as caught:
-        step(torch.ones(4, 2), token)
-    assert_says(caught.value, "gather 'block'", "call token.wait() before entering it")
-    token.wait()
-    assert torch.equal(gathered[0], torch.ones(4, 2))
-
-
-# Differentiation.
-
-
-def test_a_rank_without_input_may_not_be_differentiated_unlinked() -> None:
-    def loss(source: Tensors, mesh: Mesh) -> torch.Tensor:
-        gathered, _ = mf.gather(source, owner_layout=block(mesh))
-        parts, token = mf.scatter(gathered, owner_layout=block(mesh))  # forgets after=
-        return sum((part.sum() for part in parts.values()), token.link)
-
-    with pytest.raises(RuntimeError, match="scatter 'block'") as caught:
-        mf.simulate(lambda mesh: grad(loss)(shards(mesh), mesh), 2, ranks=(1, 0))
-    assert_says(caught.value, "no tensor to give", "silently be zero", "after=", "Token.linked_to")
-    assert "raised on simulated rank 0 of" in caught.value.__notes__[-1]
-
-
-def unlinked_grad_on(rank: int) -> str:
-    def loss(source: Tensors) -> torch.Tensor:
-        mesh = Mesh(2, rank=rank)
-        gathered, _ = mf.gather(source, owner_layout=block(mesh))
-        parts, token = mf.scatter(gathered, owner_layout=block(mesh))
-        return sum((part.sum() for part in parts.values()), token.link)
-
-    with mf.agreement_check():
-        error = catch(grad(loss), shards(Mesh(2, rank=rank)))
-        check_round_trip(Mesh(2, rank=rank))
-    return f"{type(error).__name__}: {error}"
-
-
-def short_shard_under_grad_on(rank: int) -> str:
-    mesh = Mesh(2, rank=rank)
-    source = shards(mesh)
-    if rank == 1:
-        source[1] = source[1][:6]
-
-    def loss(source: Tensors) -> torch.Tensor:
-        gathered, token = mf.gather(source, owner_layout=block(mesh))
-        return sum((tensor.sum() for tensor in gathered.values()), token.link)
-
-    with mf.agreement_check():
-        error = catch(grad(loss), source)
-        check_round_trip(mesh)
-    return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.distributed
-def test_the_check_tells_all_ranks_of_a_fault_under_grad(ranks2: RankPool) -> None:
-    peer, faulty = ranks2.run(short_shard_under_grad_on, group_timeout=SHORT)
-    assert faulty.startswith("ValueError: gather 'block': tensor 1 has 6 elements")
-    assert peer.startswith("ValueError: gather 'block': nothing was sent")
-    assert "rank 1: ValueError: gather 'block': tensor 1 has 6 elements" in peer
-
-
-@pytest.mark.distributed
-def test_the_check_tells_all_ranks_of_an_unlinked_one(ranks2: RankPool) -> None:
-    peer, unlinked = ranks2.run(unlinked_grad_on, group_timeout=SHORT)
-    assert unlinked.startswith("RuntimeError: scatter 'block': differentiated on rank 1")
-    assert peer.startswith("ValueError: scatter 'block': nothing was sent")
-    assert "rank 1: RuntimeError: scatter 'block': differentiated on rank 1" in peer
-
-
-def unlinked_backward(mesh: Mesh) -> None:
-    gathered, _ = mf.gather(shards(mesh), owner_layout=block(mesh))
-    source = {i: tensor.requires_grad_() for i, tensor in gathered.items()}
-    mf.scatter(source, owner_layout=block(mesh))
-
-
-def unlinked_backward_on(rank: int) -> None:
-    with mf.agreement_check():
-        unlinked_backward(Mesh(2, rank=rank))
-
-
-@pytest.mark.distributed
-def test_ranks_that_disagree_about_gradients(ranks2: RankPool) -> None:
-    words = ("scatter 'block'", "differentiated: yes on ranks [0], no on ranks [1]", "thread the token", "after=")
-    with pytest.raises(ValueError, match="nothing was sent") as caught:
-        mf.simulate(unlinked_backward, 2)
-    assert_says(caught.value, *words)
-    for error in ranks2.run(unlinked_backward_on, return_exceptions=True):
-        assert isinstance(error, ValueError)
-        assert_says(error, *words)
-
-
-def unequal_batches(mesh: Mesh) -> Any:
-    batch = 2 + mesh.ranks.index(mesh.get_rank())
-    source = {i: tensor.expand(batch, -1) for i, tensor in shards(mesh).items()}
-    return vmap(lambda source: mf.gather(source, owner_layout=block(mesh))[0])(source)
-
-
-def unequal_batches_on(rank: int) -> Any:
-    return unequal_batches(Mesh(2, rank=rank))
-
-
-@pytest.mark.distributed
-def test_unequal_batches_under_vmap(ranks2: RankPool) -> None:
-    """Refused on all ranks, check or no check."""
-    words = ("gather 'block'", "batch size under vmap: 2 on ranks [0], 3 on ranks [1]", "equally many elements")
-    with pytest.raises(ValueError, match="nothing was sent") as caught:
-        mf.simulate(unequal_batches, 2)
-    assert_says(caught.value, *words)
-    for error in ranks2.run(unequal_batches_on, return_exceptions=True):
-        assert isinstance(error, ValueError)
-        assert_says(error, *words)
-
-
-@pytest.mark.parametrize("transform", [jacrev, jacfwd])
-def test_jacobians_over_ranks_are_refused_by_name(transform: Callable[..., Any]) -> None:
-    """Each rank would put its own unit vectors into one exchange: rows of different ranks would mix."""
-    layout = mf.build_for_row_atomic([(4, 2)], 2)
-
-    def program(mesh: Mesh) -> Any:
-        owners = GroupOwnerLayout(mesh, layout, {0: 0}, name="block")
-
-        def step(shard: torch.Tensor) -> torch.Tensor:
-            gathered, token = mf.gather({0: shard}, owner_layout=owners)
-            return mf.scatter({i: t**2 for i, t in gathered.items()}, owner_layout=owners, after=token)[0][0]
-
-        return transform(step)(torch.ones(2, 2))
-
-    with pytest.raises(RuntimeError, match=f"gather 'block': torch.func.{transform.__name__}") as caught:
-        mf.simulate(program, 2)
-    assert_says(caught.value, "mix the rows of different ranks", "vjp or jvp")
-
-
-# Dtypes of results and of the shards they are for, in place.
-
-
-def in_place(mesh: Mesh, result: torch.dtype, shard: torch.dtype) -> tuple[str, Tensors]:
-    into = {i: torch.full_like(t, -1, dtype=shard) for i, t in shards(mesh).items() if mesh.rank == mesh.ranks[1]}
-    error = catch(mf.inplace.scatter, results(mesh, result), into, owner_layout=block(mesh))
-    return f"{type(error).__name__}: {error}" if error else "", into
-
-
-def in_place_on(rank: int, result: torch.dtype, shard: torch.dtype, check: bool) -> tuple[str, Tensors]:
-    with mf.agreement_check(check):
-        return in_place(Mesh(2, rank=rank), result, shard)
-
-
-TWO_DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
-@pytest.mark.parametrize(("result", "shard"), TWO_DTYPES)
-def test_result_into_a_shard_of_another_dtype(
-    result: torch.dtype, shard: torch.dtype, check: bool, ranks2: RankPool
-) -> None:
-    (owner, _), (holder, into) = ranks2.run(in_place_on, result, shard, check, group_timeout=SHORT)
-    words = (str(result).removeprefix("torch."), str(shard).removeprefix("torch."))
-    assert_says(ValueError(holder), "scatter 'block'", *words)
-    assert owner.startswith("ValueError: scatter 'block': nothing was sent" if check else "RuntimeError")
-    assert holder.startswith("ValueError" if check else "TypeError")
-    assert all(torch.equal(tensor, torch.full_like(tensor, -1)) for tensor in into.values()), "written all the same"
-    owner, holder = mf.simulate(lambda mesh: catch_in_place(mesh, result, shard), 2).results.values()
-    assert "float32" in holder
-    assert "bfloat16" in holder
-
-
-def catch_in_place(mesh: Mesh, result: torch.dtype, shard: torch.dtype) -> str:
-    with mf.agreement_check():
-        return in_place(mesh, result, shard)[0]
-
-
-def test_destinations_of_the_in_place_form() -> None:
-    layout = mf.build_for_row_atomic([(4, 2), (2, 2)], 1)
-    owners = GroupOwnerLayout(Mesh(1, rank=0), layout, {0: 0, 1: 0}, name="block")
-    source = {0: torch.ones(8), 1: torch.ones(4)}
-    gather = partial(mf.inplace.gather, source, owner_layout=owners)
-    with pytest.raises(KeyError) as missing:
-        gather({0: torch.zeros(8)})
-    assert_says(missing.value, "gather 'block'", "destination", "no entry for tensor 1")
-    with pytest.raises(ValueError, match="destination of tensor 1 has 3 elements") as wrong:
-        gather({0: torch.zeros(8), 1: torch.zeros(3)})
-    assert_says(wrong.value, "gather 'block'", "expected 4")
-    with pytest.raises(TypeError, match=r"torch\.float64") as mixed:
-        gather({0: torch.zeros(8), 1: torch.zeros(4).double()})
-    assert_says(mixed.value, "gather 'block'", "tensor 1", "torch.float32")
-    with pytest.raises(TypeError, match=r"torch\.float64"):
-        gather({0: torch.zeros(8).double(), 1: torch.zeros(4).double()})
-    with pytest.raises(RuntimeError, match=r"use mfsdp_func\.gather, which returns new tensors"):
-        vmap(lambda x: gather({0: x, 1: torch.zeros(4)}) or x)(torch.zeros(2, 8))
-
-
-# What must simply be right.
 
 
 def eighteen_rows(mesh: Mesh, layout: mf.GlobalLayout) -> Any:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import mfsdp_func as mf
 from mfsdp_func.values.mesh import Mesh
 from tests import strategies
-from tests.buffers import AVG, FULL, KINDS, MESHES, ROWS, SUM, dense, layout_of, local_of, real_mesh, shard_of
+from tests.buffers import AVG, FULL, KINDS, MESHES, ROWS, SUM, dense, layout_of, local_of, shard_of
+from tests.meshes import run_real, run_simulated
 from tests.spawn import RankPool
 
 Local = list[tuple[mf.GlobalLayout, Any, int, torch.dtype]]
@@ -49,10 +50,6 @@ def norms(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
         return mf.global_norm(tree), mf.global_norm(tree, deterministic=True)
 
 
-def norms_on_gloo(rank: int, mesh: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return norms(real_mesh(rank, mesh))
-
-
 @pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2), (2, 1, 3)])
 @pytest.mark.parametrize("poison", [False, True])
 def test_padding_is_left_out_and_replicas_count_once(shape: tuple[int, ...], poison: bool) -> None:
@@ -70,8 +67,8 @@ def test_padding_is_left_out_and_replicas_count_once(shape: tuple[int, ...], poi
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", MESHES[4], ids=["4", "2x2"])
 def test_on_real_ranks(mesh: Any, ranks4: RankPool) -> None:
-    simulated = mf.simulate(norms, mesh[0], ranks=mesh[1]).results
-    for rank, (value, fixed) in enumerate(ranks4.run(norms_on_gloo, mesh)):
+    simulated = run_simulated(norms, mesh[0], ranks=mesh[1])
+    for rank, (value, fixed) in run_real(ranks4, norms, mesh[0], ranks=mesh[1]).items():
         assert torch.equal(fixed, simulated[rank][1])
         assert float(value) == pytest.approx(float(fixed), rel=1e-14)
 
