@@ -71,7 +71,7 @@ def test_parameters_of_every_placement_and_layout(shard: Any) -> None:
             for key, group in apply.groups.items():
                 for i, view in params[key].tensor_views().items():
                     part = params[key].get_local_part(i)
-                    whole = group.entries[i].param.reshape(-1)
+                    whole = module.get_parameter(group.entries[i].name).reshape(-1)
                     assert torch.equal(view.reshape(-1), whole[part.start : part.end])
 
         on_each((3,), program)

@@ -1,5 +1,7 @@
 """Units: what is gathered when, how much of it is alive, and what may not pass their borders."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -436,4 +438,29 @@ def test_units_by(given: str) -> None:
     units: Any = {"name": ["0", "1"], "module": list(module), "class": [nn.Linear]}[given]
     apply, _ = shard(module, mf.Mesh(1, rank=0), units=units)
     assert list(apply.groups) == (["0.0", "1.0"] if given == "class" else ["0", "1"])
-    assert apply.places == {n: (g, i) for g, group in apply.groups.items() for n, _, _, i in group.entries}
+    assert apply.places == {n: (g, i) for g, group in apply.groups.items() for n, *_, i in group.entries}
+
+
+def test_names_and_a_table() -> None:
+    """What people need of the insides: names by group and index, and a `repr` that shows no weight."""
+    apply, _ = shard(net(), mf.Mesh(1, rank=0), units=["blocks"])
+    assert apply.names["words"] == ("words.weight",)
+    assert {name: apply.names[group][i] for name, (group, i) in apply.places.items()} == {
+        name: "words.weight" if name == "head.weight" else name for name in apply.places
+    }
+    text = repr(apply)
+    assert text.startswith("ShardedModule of Net\nunit")
+    assert "blocks.0.wide.weight (24, 6)" in text
+    assert "(root) (held)" in text
+
+
+def test_at_rest_nothing_of_the_module_is_kept() -> None:
+    """Neither a parameter nor the module, once the caller lets go of it."""
+    module = net()
+    parts = [weakref.ref(part) for part in (module, *module.parameters())]
+    apply, params = shard(module)
+    stored = sum(buffer.local_buffer.untyped_storage().nbytes() for buffer in params.values())
+    del module
+    gc.collect()
+    assert not any(part() is not None for part in parts)
+    assert stored == sum(bound.spec.local_numel * 8 for bound in apply.bound.values())

@@ -13,7 +13,16 @@ from mfsdp_func.fsdp.absent import copy_without_parameters
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.fsdp.escape import Escape
-from mfsdp_func.fsdp.grouping import Entry, Group, Units, group_parameters, owners_of, resolve_names, resolve_owners
+from mfsdp_func.fsdp.grouping import (
+    Entry,
+    Group,
+    Places,
+    Units,
+    group_parameters,
+    owners_of,
+    resolve_names,
+    resolve_owners,
+)
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.fsdp.values import Values
 from mfsdp_func.operations.dbuffer import DBuffer
@@ -87,7 +96,7 @@ def fully_shard(
     value = as_mesh(mesh)
     _check_placements(value, placements)
     found, groups, places = group_parameters(module, units)
-    choices = _choices(module, placements, chosen)
+    choices = _choices(module, places, placements, chosen)
     device = _device(module, value, chosen)
     skeleton = copy_without_parameters(module, device)
     values = Values(module, device, chosen)
@@ -151,22 +160,22 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
 
 
 class _Choices(NamedTuple):
-    """What a context says about single parameters, by their ids."""
+    """What a context says about single parameters, by their places."""
 
     context: FsdpContext
-    owners: dict[int, int]
-    finer: frozenset[int]
+    owners: dict[tuple[str, int], int]
+    finer: frozenset[tuple[str, int]]
 
 
-def _choices(module: nn.Module, placements: Placements, context: FsdpContext) -> _Choices:
-    owners = resolve_owners(module, context.parameter_to_owner or {})
-    finer = resolve_names(module, context.finer_rows, "finer_rows")
+def _choices(module: nn.Module, places: Places, placements: Placements, context: FsdpContext) -> _Choices:
+    owners = resolve_owners(module, places, context.parameter_to_owner or {})
+    finer = resolve_names(module, places, context.finer_rows, "finer_rows")
     if owners and not any(isinstance(placement, TensorAtomic) for placement in placements.optimizer):
         raise ValueError(
             f"fully_shard: parameter_to_owner is for TensorAtomic() placements, got {placements.optimizer}; other"
             " placements cut tensors by rows"
         )
-    return _Choices(context, owners, frozenset(map(id, finer)))
+    return _Choices(context, owners, frozenset(finer))
 
 
 def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> Bound:
@@ -179,7 +188,7 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
         main_dtype=group.dtype,
         param_dtype=param_dtype,
         reduce_dtype=context.reduce_dtype or param_dtype,
-        shapes=tuple(entry.param.shape for entry in group.entries),
+        shapes=tuple(entry.shape for entry in group.entries),
         trainable=group.trainable,
         deterministic=context.deterministic,
     )
@@ -211,10 +220,10 @@ def _layout(group: Group, mesh: Mesh, placements: Placements, choices: _Choices)
 
 def _rows(entry: Entry, choices: _Choices) -> torch.Size:
     """The shape in which a parameter is laid out."""
-    shape = entry.param.shape
+    shape = entry.shape
     if not shape:
         return torch.Size([1])
-    return torch.Size([shape[:-1].numel(), shape[-1]]) if id(entry.param) in choices.finer else shape
+    return torch.Size([shape[:-1].numel(), shape[-1]]) if (entry.group, entry.index) in choices.finer else shape
 
 
 def _device(module: nn.Module, mesh: Mesh, context: FsdpContext) -> torch.device:

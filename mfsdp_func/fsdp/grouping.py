@@ -13,10 +13,13 @@ Units: TypeAlias = Iterable[str | nn.Module | type[nn.Module]]
 
 
 class Entry(NamedTuple):
-    """One physical parameter: its first name, and its place in a group."""
+    """One physical parameter: what it is, and its place in a group. Not the parameter itself, which may be huge."""
 
     name: str
-    param: nn.Parameter
+    """Its first name; tied parameters have several."""
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
     group: str
     index: int
 
@@ -31,12 +34,12 @@ class Group:
     @property
     def trainable(self) -> bool:
         """Whether gradients are taken."""
-        return self.entries[0].param.requires_grad
+        return self.entries[0].trainable
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the main weights."""
-        return self.entries[0].param.dtype
+        return self.entries[0].dtype
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,10 @@ def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit
             if id(param) not in entries:
                 key = _group_key(name, param, owner, held)
                 group = members.setdefault(key, [])
-                entries[id(param)] = Entry(f"{name}.{path}".lstrip("."), param, key, len(group))
-                group.append(entries[id(param)])
+                full_name = f"{name}.{path}".lstrip(".")
+                entry = Entry(full_name, param.shape, param.dtype, param.requires_grad, key, len(group))
+                entries[id(param)] = entry
+                group.append(entry)
             found_names.append((path, entries[id(param)]))
         groups = tuple(dict.fromkeys(entry.group for _, entry in found_names))
         found.append(Unit(name, tuple(found_names), groups, held))
@@ -167,46 +172,48 @@ def _group_key(unit: str, param: nn.Parameter, owner: nn.Module, held: bool) -> 
     return ":".join(words)
 
 
-def resolve_names(module: nn.Module, given: Iterable[str | nn.Parameter], what: str) -> list[nn.Parameter]:
-    """The parameters that are given by any of their names, or themselves.
+def resolve_names(
+    module: nn.Module, places: Places, given: Iterable[str | nn.Parameter], what: str
+) -> list[tuple[str, int]]:
+    """The places of parameters that are given by any of their names, or themselves.
 
     Raises:
         ValueError: if one of them is no parameter of the module.
     """
-    names = dict(module.named_parameters(remove_duplicate=False))
-    own = {id(param) for param in names.values()}
-    found: list[nn.Parameter] = []
+    names = {id(param): name for name, param in module.named_parameters()}
+    found: list[tuple[str, int]] = []
     for key in given:
-        param = names.get(key) if isinstance(key, str) else key
-        if param is None or id(param) not in own:
+        place = places.get(key if isinstance(key, str) else names.get(id(key), ""))
+        if place is None:
             shown = repr(key) if isinstance(key, str) else f"of shape {tuple(key.shape)}"
             raise ValueError(
                 f"fully_shard: {what} has a parameter {shown} that {type(module).__name__} has not; see"
                 " named_parameters()"
             )
-        found.append(param)
+        found.append(place)
     return found
 
 
-def resolve_owners(module: nn.Module, parameter_to_owner: Mapping[str | nn.Parameter, int]) -> dict[int, int]:
-    """The id of each parameter -> the global rank that owns it.
+def resolve_owners(
+    module: nn.Module, places: Places, parameter_to_owner: Mapping[str | nn.Parameter, int]
+) -> dict[tuple[str, int], int]:
+    """The place of each parameter -> the global rank that owns it.
 
     Raises:
         ValueError: on unknown parameters, or one that is given two owners under different names.
     """
-    params = resolve_names(module, parameter_to_owner, "parameter_to_owner")
-    owners: dict[int, int] = {}
-    for key, param, owner in zip(parameter_to_owner, params, parameter_to_owner.values(), strict=True):
-        if owners.setdefault(id(param), owner) != owner:
+    found = resolve_names(module, places, parameter_to_owner, "parameter_to_owner")
+    owners: dict[tuple[str, int], int] = {}
+    for key, place, owner in zip(parameter_to_owner, found, parameter_to_owner.values(), strict=True):
+        if owners.setdefault(place, owner) != owner:
             shown = key if isinstance(key, str) else tuple(key.shape)
             raise ValueError(
-                f"fully_shard: parameter {shown!r} is given the owners {owners[id(param)]} and {owner}; tied names"
-                " share one"
+                f"fully_shard: parameter {shown!r} is given the owners {owners[place]} and {owner}; tied names share one"
             )
     return owners
 
 
-def owners_of(group: Group, owners: Mapping[int, int], mesh: Mesh, axes: Sequence[int]) -> list[int]:
+def owners_of(group: Group, owners: Mapping[tuple[str, int], int], mesh: Mesh, axes: Sequence[int]) -> list[int]:
     """The shard index that owns each parameter of a group.
 
     On axes that do not cut the buffer, the rank with the same coordinates owns in every replica group.
@@ -216,7 +223,7 @@ def owners_of(group: Group, owners: Mapping[int, int], mesh: Mesh, axes: Sequenc
     """
     indices: list[int] = []
     for entry in group.entries:
-        owner = owners.get(id(entry.param))
+        owner = owners.get((entry.group, entry.index))
         if owner is None:
             raise ValueError(
                 f"fully_shard: TensorAtomic needs an owner for parameter {entry.name!r}; add it to"

@@ -19,6 +19,7 @@ from mfsdp_func.fsdp.compiled import call_in_graph, register
 from mfsdp_func.fsdp.grouping import Group, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
+from mfsdp_func.fsdp.table import table
 from mfsdp_func.operations.dbuffer import DBuffer
 
 
@@ -37,6 +38,7 @@ class ShardedModule:
         bound: how each group lies on the mesh, by its key.
         places: every name of a parameter (tied ones have several) -> its group and its index there.
         frozen_params: buffers of parameters that are not trained; constants of `apply`.
+        names: key of a group -> the first name of each of its parameters, by index in the buffer.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ShardedModule:
     ) -> None:
         self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
         self.bound, self.places = dict(bound), places
+        self.names = {key: tuple(entry.name for entry in group.entries) for key, group in self.groups.items()}
         self._device_mesh = device_mesh
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None
@@ -110,6 +113,9 @@ class ShardedModule:
         if torch.compiler.is_dynamo_compiling():
             return self._call_in_graph("_apply", (sharded_params,), args, kwargs)
         return self._apply(sharded_params, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {type(self._skeleton).__name__}\n{table(self.units, self.groups, self.bound)}"
 
     def train(self, mode: bool = True) -> "ShardedModule":
         """Set the training mode of all modules, as `nn.Module.train` does. Returns itself."""

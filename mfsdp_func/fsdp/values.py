@@ -22,10 +22,11 @@ class Values:
 
     def parameter(self, entry: Entry) -> torch.Tensor:
         """The value of one parameter. Communicates where that is a DTensor."""
-        if isinstance(entry.param, DTensor):
-            return entry.param.full_tensor().detach().to(self._device)
-        if not entry.param.is_meta:
-            return entry.param.detach().to(self._device)
+        param = self._module.get_parameter(entry.name)
+        if isinstance(param, DTensor):
+            return param.full_tensor().detach().to(self._device)
+        if not param.is_meta:
+            return param.detach().to(self._device)
         owner, _, leaf = entry.name.rpartition(".")
         return self._filled(f"parameter {entry.name!r}", self._initialised(owner).get_parameter(leaf).detach())
 
