@@ -12,8 +12,9 @@
 (True, 50)
 """
 
-from mfsdp_func.optim.adamw import AdamWState, adamw
-from mfsdp_func.optim.muon import MuonState, muon
+from mfsdp_func.optim.adamw import AdamWState, adamw, scale_by_adam
+from mfsdp_func.optim.chains import add_decayed_weights, chain, scale_by_learning_rate
+from mfsdp_func.optim.muon import MuonState, muon, scale_by_muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
 from mfsdp_func.optim.owners import Owners, map_on_owners
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer
@@ -27,9 +28,14 @@ __all__ = [
     "Owners",
     "TorchOptimizer",
     "adamw",
+    "add_decayed_weights",
     "apply_updates",
+    "chain",
     "map_on_owners",
     "muon",
     "newton_schulz",
     "partition",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_muon",
 ]

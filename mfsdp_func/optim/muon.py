@@ -2,23 +2,23 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from mfsdp_func.optim.adamw import mixed
+from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, scale_by_learning_rate
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype, newton_schulz
 from mfsdp_func.optim.owners import Owners, map_on_owners, owned_shapes
-from mfsdp_func.optim.transformation import (
-    GradientTransformation,
-    LearningRate,
-    check_learning_rate,
-    first_step,
-    learning_rate_at,
-)
+from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, first_step
 
 Key = TypeVar("Key")
 
 AdjustLr: TypeAlias = Literal["original", "match_rms_adamw"]
+
+Orthogonalize: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A function of matrices, ``(..., m, n)``, to as many of the same shape."""
 
 _RATIOS: dict[AdjustLr, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1, m / n)),
@@ -39,9 +39,9 @@ def muon(
     learning_rate: LearningRate,
     *,
     owner_layout: Owners | None = None,
-    momentum: float = 0.95,
+    momentum: float | torch.Tensor = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.0,
+    weight_decay: float | torch.Tensor = 0.0,
     adjust_lr_fn: AdjustLr = "original",
     ns_steps: int = 5,
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
@@ -51,6 +51,8 @@ def muon(
     stack_equal_shapes: bool = True,
 ) -> GradientTransformation[MuonState]:
     """Momentum, orthogonalised: the numbers of `torch.optim.Muon` (which has ``ns_dtype=torch.bfloat16``).
+
+    The chain of `scale_by_muon`, `add_decayed_weights` and `scale_by_learning_rate`.
 
     With an `owner_layout`, parameters, gradients, momentum and updates are dicts, tensor index -> this rank's shard, in
     any shape, of every participating tensor that this rank holds. Every rank of the mesh calls `update`: momentum on
@@ -88,11 +90,58 @@ def muon(
             negative learning rate or `weight_decay`.
         KeyError: in `update`, where the gradient of a tensor is missing.
     """
-    check_learning_rate("muon", learning_rate)
+    function = partial(newton_schulz, steps=ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype)
+    return counted_chain(
+        scale_by_muon(
+            owner_layout=owner_layout,
+            momentum=momentum,
+            nesterov=nesterov,
+            orthogonalize=function,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            batch_of_matrices=batch_of_matrices,
+            stack_equal_shapes=stack_equal_shapes,
+        ),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_muon(
+    *,
+    owner_layout: Owners | None = None,
+    momentum: float | torch.Tensor = 0.95,
+    nesterov: bool = True,
+    bias_correction: bool = False,
+    orthogonalize: Orthogonalize = newton_schulz,
+    adjust_lr_fn: AdjustLr = "original",
+    ns_dtype: torch.dtype | None = None,
+    batch_of_matrices: bool = False,
+    stack_equal_shapes: bool = True,
+) -> GradientTransformation[MuonState]:
+    """Replace every gradient by its running mean, orthogonalised and scaled by the shape of the matrix; see `muon`.
+
+    Args:
+        owner_layout: see `muon`.
+        momentum: see `muon`.
+        nesterov: see `muon`.
+        bias_correction: correct the running mean for its start at zero, as Optax does and `torch.optim.Muon` does not.
+            (That changes how gradient and mean are mixed; the scale of a matrix is lost in its orthogonalisation.)
+        orthogonalize: matrices of one shape, ``(..., m, n)``, to as many of that shape.
+        adjust_lr_fn: see `muon`.
+        ns_dtype: the dtype in which matrices travel to their owners and back; by default bfloat16 on CUDA, else that of
+            the parameters. `orthogonalize` may compute in another.
+        batch_of_matrices: see `muon`.
+        stack_equal_shapes: see `muon`.
+
+    Raises:
+        ValueError: see `muon`.
+        KeyError: in `update`, where the gradient of a tensor is missing.
+    """
     if adjust_lr_fn not in _RATIOS:
         raise ValueError(f"muon: adjust_lr_fn must be one of {', '.join(_RATIOS)}, got {adjust_lr_fn!r}")
-    if not 0 <= momentum <= 1 or weight_decay < 0:
-        raise ValueError(f"muon: momentum must lie in [0, 1], weight_decay be >= 0, got {momentum}, {weight_decay}")
+    if not isinstance(momentum, torch.Tensor) and not 0 <= momentum <= 1:
+        raise ValueError(f"muon: momentum must lie in [0, 1], got {momentum}")
     taking_part = None if owner_layout is None else owned_shapes(owner_layout)
     for i, shape in (taking_part or {}).items():
         _check_dims(i, shape)
@@ -104,38 +153,41 @@ def muon(
                 _check_dims(i, param.shape)
         return MuonState(first_step(own), {i: torch.zeros_like(param) for i, param in own.items()})
 
-    def orthogonalize(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def directions_of(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         matrices = {i: _as_matrices(tensor, batch_of_matrices) for i, tensor in tensors.items()}
-
-        def run(matrix: torch.Tensor) -> torch.Tensor:
-            return newton_schulz(matrix, ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype)
-
         if not stack_equal_shapes:
-            return {i: run(matrix) for i, matrix in matrices.items()}
-        return _run_stacked(run, matrices)
+            return {i: orthogonalize(matrix) for i, matrix in matrices.items()}
+        return _run_stacked(orthogonalize, matrices)
+
+    def mix(mean: torch.Tensor, grad: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        if bias_correction:
+            now, ahead = (1 - momentum ** (step.double() + n) for n in (1, 2))
+            return mixed(grad / now, mean / ahead, 1 - momentum) if nesterov else mean / now
+        return mixed(grad, mean, 1 - momentum) if nesterov else mean
 
     def update(
         grads: Mapping[Any, torch.Tensor], state: MuonState, params: Mapping[Any, torch.Tensor]
     ) -> tuple[dict[Any, torch.Tensor], MuonState]:
         if missing := [i for i in state.momentum if i not in grads or i not in params]:
             raise KeyError(f"muon: no gradient or parameter of tensor {missing[0]!r} ({len(missing)} missing in all)")
-        rate = learning_rate_at(learning_rate, state.step)
         given = {i: grads[i].to(mean.dtype) for i, mean in state.momentum.items()}
-        means = {i: torch.lerp(mean, given[i], 1 - momentum) for i, mean in state.momentum.items()}
-        mixed = {i: torch.lerp(given[i], mean, momentum) for i, mean in means.items()} if nesterov else means
+        means = {i: mixed(mean, given[i], momentum) for i, mean in state.momentum.items()}
+        mixtures = {i: mix(mean, given[i], state.step) for i, mean in means.items()}
         if owner_layout is None:
-            shapes = {i: params[i].shape for i in mixed}
-            directions = orthogonalize(mixed)
+            shapes = {i: params[i].shape for i in mixtures}
+            directions = directions_of(mixtures)
         else:
             shapes = owned_shapes(owner_layout)
-            travelling = {i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixed.items() if shard.numel()}
-            directions, _ = map_on_owners(orthogonalize, travelling, owner_layout=owner_layout, dtype=ns_dtype)
+            travelling = {
+                i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixtures.items() if shard.numel()
+            }
+            directions, _ = map_on_owners(directions_of, travelling, owner_layout=owner_layout, dtype=ns_dtype)
         updates: dict[Any, torch.Tensor] = {}
-        for i in mixed:
-            param, scale = params[i], rate * _RATIOS[adjust_lr_fn](*_matrix_shape(shapes[i], batch_of_matrices))
+        for i in mixtures:
+            param, ratio = params[i], _RATIOS[adjust_lr_fn](*_matrix_shape(shapes[i], batch_of_matrices))
             # A rank's empty shard takes no part in the exchange.
             direction = directions[i].reshape(param.shape).to(param.dtype) if i in directions else param
-            updates[i] = (-scale * direction - rate * weight_decay * param).to(param.dtype)
+            updates[i] = ratio * direction
         return updates, MuonState(state.step + 1, means)
 
     return GradientTransformation(init, update, whole=owner_layout is None)

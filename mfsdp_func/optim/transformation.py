@@ -80,6 +80,17 @@ def partition(
     return GradientTransformation(init, update, frozenset().union(*whole))
 
 
+def check_not_negative(where: str, **values: float | torch.Tensor) -> None:
+    """Refuse numbers below zero, and NaN; tensors are taken as they are.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) and not value >= 0:
+            raise ValueError(f"{where}: {name} must be a number >= 0, got {value}")
+
+
 def check_learning_rate(optimizer: str, learning_rate: LearningRate) -> None:
     """Refuse what can be seen to be no learning rate.
 
