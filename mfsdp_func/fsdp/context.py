@@ -23,7 +23,8 @@ class FsdpContext:
         max_padding: a buffer that would store more than this many times what equal segments must store at least is
             refused, with figures, instead of laid out; ``math.inf`` for no limit.
         finer_rows: names of parameters laid out by their last dim, as ``(prod(shape[:-1]), shape[-1])``: for few and
-            huge rows, as experts have. Costs nothing; optimizers see the parameter's part in that shape.
+            huge rows, as experts have. Costs nothing. The layout keeps the parameter's own shape, so that optimizers see
+            it whatever its rows are; a rank's part is flat where it ends inside an index of dim 0.
         param_dtype: dtype in which parameters are gathered and units compute; None for the main weights' own.
         reduce_dtype: dtype in which gradients are averaged; None for `param_dtype`.
         output_dtype: dtype of the floating-point results of `apply`; None to leave them.

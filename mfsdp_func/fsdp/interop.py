@@ -11,7 +11,6 @@ from torch.distributed.tensor.placement_types import Placement
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.operations.dtensor import chunk_plan, device_mesh_of, from_dtensor
-from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import Partial, shard_axes
@@ -19,10 +18,9 @@ from mfsdp_func.values.placement import Partial, shard_axes
 
 def group_to_dtensors(bound: Bound, buffer: DBuffer, device_mesh: DeviceMesh | None) -> list[DTensor]:
     """The tensors of one group in their logical shapes, cut by DTensor's rule; 0-D ones replicated. Communicates."""
-    logical = DBuffer(BufferSpec(buffer.mesh, buffer.placements, _logical(bound)), buffer.local_buffer)
     found: list[DTensor] = []
     for i, shape in enumerate(bound.shapes):
-        tensor = logical.get_dtensor(i) if shape else _scalar_to_dtensor(logical, i)
+        tensor = buffer.get_dtensor(i) if shape else _scalar_to_dtensor(buffer, i)
         if device_mesh is not None:
             tensor = DTensor.from_local(
                 tensor.to_local(),
@@ -43,11 +41,11 @@ def group_from_dtensors(bound: Bound, names: Sequence[str], tensors: Sequence[to
         TypeError: on something that is no DTensor, or of another dtype.
         ValueError: on another shape, mesh or placement.
     """
-    mesh, layout, axes = bound.spec.mesh, _logical(bound), shard_axes(bound.spec.placements)
+    mesh, layout, axes = bound.spec.mesh, bound.spec.layout, shard_axes(bound.spec.placements)
     for name, tensor, shape in zip(names, tensors, bound.shapes, strict=True):
         _check(name, tensor, shape, bound)
     local = torch.zeros(bound.spec.local_numel, dtype=bound.main_dtype, device=tensors[0].device)
-    buffer = DBuffer(BufferSpec(mesh, bound.spec.placements, layout), local)
+    buffer = DBuffer(bound.spec, local)
     for i, (tensor, shape) in enumerate(zip(tensors, bound.shapes, strict=True)):
         given = cast(DTensor, tensor.detach())
         if not shape:
@@ -57,19 +55,7 @@ def group_from_dtensors(bound: Bound, names: Sequence[str], tensors: Sequence[to
         else:
             part = given.to_local()
         buffer.get_tensor_view(i).copy_(part.view_as(buffer.get_tensor_view(i)))
-    return DBuffer(bound.spec, local)
-
-
-def _logical(bound: Bound) -> GlobalLayout:
-    """The layout with the parameters' own shapes, which may have been laid out by a finer view."""
-    layout = bound.spec.layout
-    return GlobalLayout(
-        [shape or (1,) for shape in bound.shapes],
-        layout.tensor_to_offset,
-        layout.size,
-        layout.rank_to_offset,
-        stores_equal_segments=layout.stores_equal_segments,
-    )
+    return buffer
 
 
 def _scalar_to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:

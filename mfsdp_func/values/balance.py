@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.values.owner_planning import CostFn, tensor_costs
+from mfsdp_func.values.owner_planning import CostFn, Costs, tensor_costs
 from mfsdp_func.values.owner_search import Assignment, Item, Work, pack_evenly, pack_near, pack_on_holders
 from mfsdp_func.values.placement import Placement, RowAtomic
 from mfsdp_func.values.ranges import Range
@@ -83,7 +83,7 @@ class OwnerBalance(NamedTuple):
 
 def balance_owner_work(
     groups: Iterable[AnyGroup],
-    cost_fn: CostFn | None = None,
+    cost_fn: CostFn | Sequence[Costs] | None = None,
     *,
     byte_cost: float = 0.0,
     element_nbytes: int = 4,
@@ -103,7 +103,7 @@ def balance_owner_work(
 
     Args:
         groups: `WorkGroup` values or ``(layout, mesh, tensor indices)``; meshes may differ.
-        cost_fn: the work of a tensor; by default ``ns_cost_fn()``.
+        cost_fn: the work of a tensor, or for each group, that or tensor index -> work; by default ``ns_cost_fn()``.
         byte_cost: the work that a rank could do while it sends one byte within a node, in units of `cost_fn`.
         element_nbytes: bytes of one element.
         ranks_per_node: global rank r is on node ``r // ranks_per_node``; by default all ranks are on one.
@@ -130,7 +130,10 @@ def balance_owner_work(
             f" got {byte_cost}, {inter_node_factor}, {element_nbytes} and {ranks_per_node}"
         )
     given = [group if isinstance(group, WorkGroup) else WorkGroup(*group) for group in groups]
-    work, ranks_of_group = _read(given, cost_fn, ranks_per_node, inter_node_factor)
+    cost_fns = list(cost_fn) if isinstance(cost_fn, Sequence) else [cost_fn] * len(given)
+    if len(cost_fns) != len(given):
+        raise ValueError(f"balance_owner_work: {len(cost_fns)} costs for {len(given)} groups; give one for each")
+    work, ranks_of_group = _read(given, cost_fns, ranks_per_node, inter_node_factor)
     even = pack_evenly(work)
     peak = max(work.loads(even), default=0.0)
     plans = [pack_near(work, even)]
@@ -193,7 +196,10 @@ class _Machines:
 
 
 def _read(
-    groups: Sequence[WorkGroup], cost_fn: CostFn | None, ranks_per_node: int | None, inter_node_factor: float
+    groups: Sequence[WorkGroup],
+    cost_fns: Sequence[Costs | None],
+    ranks_per_node: int | None,
+    inter_node_factor: float,
 ) -> tuple[Work, list[dict[int, int]]]:
     """All items, and for each group, machine -> rank."""
     machines = _Machines(ranks_per_node)
@@ -206,7 +212,7 @@ def _read(
         family = machines.family(mesh, layout.check_placements(mesh, placements), g)
         family_of.append(family)
         indices = list(group.tensor_indices)
-        costs = tensor_costs(layout, indices, cost_fn)
+        costs = tensor_costs(layout, indices, cost_fns[g])
         if len(costs) != len(indices):
             raise ValueError(f"balance_owner_work: group {g} holds a tensor index more than once")
         known = holdings.setdefault((layout, family), {})

@@ -18,37 +18,47 @@ from mfsdp_func.values.placement import Placement, Replicate, RowAtomic, Shard
 CostFn: TypeAlias = Callable[[torch.Size], float]
 """The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
 
+Costs: TypeAlias = CostFn | Mapping[int, float]
+"""A function of the shape, or tensor index -> cost, where tensors of one shape differ."""
 
-def ns_cost_fn(num_ns_steps: int = 5) -> CostFn:
+
+def ns_cost_fn(num_ns_steps: int = 5, *, batch_of_matrices: bool = False) -> CostFn:
     """The floating-point operations of `num_ns_steps` quintic Newton-Schulz steps on a tensor seen as a matrix.
 
-    The matrix is ``(shape[0], shape[1:].numel())``; let m be its shorter and n its longer side. One step forms
-    ``A = X Xᵀ`` (2m²n), ``A A`` (2m³) and ``(b A + c A A) X`` (2m²n), with 3m² + 2mn element-wise operations for the
-    two polynomials, so that the cost is ``num_ns_steps * (4m²n + 2m³ + 3m² + 2mn)``.
+    The matrix is ``(shape[0], shape[1:].numel())``, or with `batch_of_matrices` there are ``shape[:-2].numel()`` of
+    the last two dims (for block specs, see `mfsdp_func.optim.BlockLayout.costs`). Let m be its shorter and n its longer
+    side. One step forms ``A = X Xᵀ`` (2m²n), ``A A`` (2m³) and ``(b A + c A A) X`` (2m²n), with 3m² + 2mn element-wise
+    operations for the two polynomials, so that the cost is ``num_ns_steps * (4m²n + 2m³ + 3m² + 2mn)``.
 
     Raises:
         ValueError: if `num_ns_steps` is negative.
 
     >>> ns_cost_fn(1)(torch.Size([2, 3]))
     88
+    >>> ns_cost_fn(1, batch_of_matrices=True)(torch.Size([4, 2, 3]))
+    352
     """
     if num_ns_steps < 0:
         raise ValueError(f"ns_cost_fn: num_ns_steps must not be negative, got {num_ns_steps}")
 
     def cost(shape: torch.Size) -> int:
-        m, n = sorted((shape[0], math.prod(shape[1:])))
-        return num_ns_steps * (4 * m * m * n + 2 * m**3 + 3 * m * m + 2 * m * n)
+        batch = math.prod(shape[:-2]) if batch_of_matrices else 1
+        m, n = sorted(shape[-2:]) if batch_of_matrices else sorted((shape[0], math.prod(shape[1:])))
+        return batch * num_ns_steps * (4 * m * m * n + 2 * m**3 + 3 * m * m + 2 * m * n)
 
     return cost
 
 
-def tensor_costs(layout: GlobalLayout, tensor_indices: Iterable[int], cost_fn: CostFn | None) -> dict[int, float]:
-    """The cost of each tensor, asked once per distinct shape.
+def tensor_costs(layout: GlobalLayout, tensor_indices: Iterable[int], cost_fn: Costs | None) -> dict[int, float]:
+    """The cost of each tensor, asked once per distinct shape, or told by index.
 
     Raises:
         IndexError: if an index is not one of the layout's.
+        KeyError: if costs are told by index, and one is missing.
         ValueError: if a cost is negative or not finite.
     """
+    if isinstance(cost_fn, Mapping):
+        return _told_costs(layout, tensor_indices, cost_fn)
     function = cost_fn or ns_cost_fn()
     by_shape: dict[torch.Size, float] = {}
     costs: dict[int, float] = {}
@@ -66,11 +76,23 @@ def tensor_costs(layout: GlobalLayout, tensor_indices: Iterable[int], cost_fn: C
     return costs
 
 
+def _told_costs(layout: GlobalLayout, tensor_indices: Iterable[int], told: Mapping[int, float]) -> dict[int, float]:
+    costs: dict[int, float] = {}
+    for i in tensor_indices:
+        layout.get_tensor_range(i)
+        if i not in told:
+            raise KeyError(f"costs by tensor index have none for tensor {i}; give one for each tensor to assign")
+        if not (math.isfinite(told[i]) and told[i] >= 0):
+            raise ValueError(f"the cost of tensor {i} is {told[i]}; a cost is a finite number >= 0")
+        costs[i] = told[i]
+    return costs
+
+
 def assign_owner_work(
     layout: GlobalLayout,
     mesh: Mesh | MeshLike,
     tensor_indices: Iterable[int],
-    cost_fn: CostFn | None = None,
+    cost_fn: Costs | None = None,
     *,
     placements: Sequence[Placement] | None = None,
 ) -> dict[int, int]:
@@ -84,7 +106,7 @@ def assign_owner_work(
         layout: the buffer.
         mesh: the ranks that share it.
         tensor_indices: the tensors to assign, each once.
-        cost_fn: the work of a tensor; by default ``ns_cost_fn()``.
+        cost_fn: the work of a tensor, by its shape or by its index; by default ``ns_cost_fn()``.
         placements: one per mesh axis; by default every axis cuts the buffer.
 
     Returns:
