@@ -197,7 +197,7 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
 def _layout(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> GlobalLayout:
     """Cut by rows, which may be finer than dim 0; the shapes are the parameters' own."""
     cut = _cut(group, mesh, placements, choices)
-    shapes = [entry.param.shape or torch.Size([1]) for entry in group.entries]
+    shapes = [entry.shape or torch.Size([1]) for entry in group.entries]
     equal = cut.stores_equal_segments
     return GlobalLayout(shapes, cut.tensor_to_offset, cut.size, cut.rank_to_offset, stores_equal_segments=equal)
 
