@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.effects.call import are_alike, check_tensors, faults_reported
 from mfsdp_func.effects.move import is_untransformed, launch
-from mfsdp_func.operations.gather_scatter import Wiring, given_tensors, names_of, plans_of, wiring_of
+from mfsdp_func.operations.gather_scatter import Wiring, dtype_of, given_tensors, names_of, plans_of, wiring_of
 from mfsdp_func.plans.joint_plan import JointPlan, join_plans
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.values.layout import GlobalLayout
@@ -104,8 +104,13 @@ def _move_into(
         inputs = given_tensors(plans, wirings, sources)
         targets = _destinations(plan, plans, wirings, destinations)
         first = targets[0] if targets else None
-        dtype, device = (None, None) if first is None else (first.dtype, first.device)
-        options = check_tensors(plan, names_of(plans), inputs, dtype, device, ())
+        dtype, says = dtype_of(operation, None, [group.dtype for group in owners])
+        if first is not None and dtype not in (None, first.dtype):
+            raise TypeError(f"{plan.label}: the destinations are {first.dtype}, but {says.format(dtype)}; convert them")
+        if first is not None:
+            dtype, says = first.dtype, "the destinations are {}"
+        device = None if first is None else first.device
+        options = check_tensors(plan, names_of(plans), inputs, dtype, device, (), says)
     rooms = [target.detach() if target.requires_grad else target for target in targets]
     direct = [room if _is_plain(room) else room.new_empty(room.shape) for room in rooms]
     launch(plan, options, None, inputs, direct)

@@ -30,8 +30,10 @@ def full(dtype: torch.dtype = torch.float32) -> Tensors:
     }
 
 
-def block(mesh: Mesh, owners: dict[int, int] | None = None, name: str = "block") -> GroupOwnerLayout:
-    return GroupOwnerLayout(mesh, LAYOUT, owners or {0: mesh.ranks[0], 1: mesh.ranks[0]}, name=name)
+def block(
+    mesh: Mesh, owners: dict[int, int] | None = None, name: str = "block", dtype: torch.dtype | None = torch.float32
+) -> GroupOwnerLayout:
+    return GroupOwnerLayout(mesh, LAYOUT, owners or {0: mesh.ranks[0], 1: mesh.ranks[0]}, name=name, dtype=dtype)
 
 
 def shards(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensors:

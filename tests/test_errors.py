@@ -342,3 +342,46 @@ def test_first_tries_of_a_newcomer() -> None:
 
     mf.simulate(program, 2)
     assert mf.Placements(0, mf.RowAtomic(), mf.RowAtomic(), mf.RowAtomic()).gradient == (mf.RowAtomic(),)
+
+
+# Who knows the dtype where a rank gives no tensor.
+
+
+def dtype_unknown(mesh: Mesh) -> None:
+    """Rank 0 owns what the other holds."""
+    layout = mf.GlobalLayout([(2, 2)], [0], 4, [0, 0])
+    owners = {known: GroupOwnerLayout(mesh, layout, {0: mesh.ranks[0]}, name="block", dtype=known) for known in DTYPES}
+    source = {0: torch.ones(4)} if mesh.rank == mesh.ranks[1] else {}
+    token = mf.Token(torch.zeros(()), dtype=torch.float32)
+    known = [mf.gather(source, owner_layout=owners[torch.float32])[0]]
+    known.append(mf.gather(source, owner_layout=owners[None], dtype=torch.float32)[0])
+    known.append(mf.gather(source, owner_layout=owners[None], after=token)[0])
+    for gathered in known:
+        assert not gathered or torch.equal(gathered[0], torch.ones(2, 2))
+    words = {None: ("cannot know the dtype",), torch.float64: ("the group is of torch.float64, but tensor 0 is",)}
+    with mf.agreement_check():
+        for dtype, said in words.items():
+            error = catch(mf.gather, source, owner_layout=owners[dtype])
+            assert error is not None
+            if dtype is None:
+                said = said if not source else ("nothing was sent", *said)
+            else:
+                said = said if source else ("nothing was sent", *said)
+            assert_says(error, *said)
+    into = {0: torch.zeros(2, 2)} if not source else {}
+    if not source:
+        with pytest.raises(TypeError, match=r"the destinations are torch.float32, but the group is of torch.float64"):
+            mf.inplace.gather(source, into, owner_layout=owners[torch.float64])
+
+
+DTYPES = (None, torch.float32, torch.float64)
+
+
+def dtype_unknown_on(rank: int) -> None:
+    dtype_unknown(Mesh(2, rank=rank))
+
+
+@pytest.mark.distributed
+def test_a_rank_without_tensors_must_know_the_dtype(ranks2: RankPool) -> None:
+    mf.simulate(dtype_unknown, 2)
+    ranks2.run(dtype_unknown_on, group_timeout=SHORT)

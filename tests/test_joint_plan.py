@@ -158,23 +158,28 @@ def test_both_ends_pack_alike(owners: GroupOwnerLayout, direct: int, packed: int
             assert sizes(src, 0, dst) == sizes(dst, 1, src)
 
 
-def tell_dtype(mesh: Mesh) -> list[tuple[torch.dtype, list[float]]]:
-    """All elements lie on the first rank; the others own everything and learn the dtype from it, without a word."""
+def one_holder(mesh: Mesh, said: bool) -> list[tuple[torch.dtype, list[float]]]:
+    """All elements lie on the first rank; the others own everything and know the dtype from a group, or from the call."""
     size = mesh.size()
     layout = mf.GlobalLayout([(2, 3), (4,)], [0, 6], 10, [0] + [10] * (size - 1))
     owners = [
-        GroupOwnerLayout(mesh, layout, {i: mesh.ranks[(n + i) % size] for i in range(2)}, name=f"{n}") for n in range(3)
+        GroupOwnerLayout(
+            *(mesh, layout, {i: mesh.ranks[(n + i) % size] for i in range(2)}),
+            name=f"{n}",
+            dtype=torch.float64 if n == 1 and not said else None,
+        )
+        for n in range(3)
     ]
     mine = mesh.get_rank() == mesh.ranks[0]
     sources = [
         views(group, torch.arange(10.0, dtype=torch.float64) + 100 * n) if mine else {}
         for n, group in enumerate(owners)
     ]
-    full, _ = mf.gather_coalesced(sources, owner_layouts=owners)
+    full, _ = mf.gather_coalesced(sources, owner_layouts=owners, dtype=torch.float64 if said else None)
     return [(tensor.dtype, tensor.reshape(-1).tolist()) for group in full for tensor in group.values()]
 
 
-def told_dtypes(size: int) -> list[list[tuple[torch.dtype, list[float]]]]:
+def wholes_of_owners(size: int) -> list[list[tuple[torch.dtype, list[float]]]]:
     whole = [[100.0 * n + k for k in range(10)] for n in range(3)]
     found: list[list[tuple[torch.dtype, list[float]]]] = [[] for _ in range(size)]
     for n in range(3):
@@ -183,19 +188,29 @@ def told_dtypes(size: int) -> list[list[tuple[torch.dtype, list[float]]]]:
     return found
 
 
-def tell_dtype_on_gloo(rank: int, size: int) -> list[tuple[torch.dtype, list[float]]]:
-    return tell_dtype(Mesh(size, rank=rank))
+def one_holder_on_gloo(rank: int, size: int, said: bool) -> list[tuple[torch.dtype, list[float]]]:
+    return one_holder(Mesh(size, rank=rank), said)
 
 
+@pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_that_holds_nothing_of_any_group_is_told_the_dtype(size: int) -> None:
-    assert list(mf.simulate(tell_dtype, size).results.values()) == told_dtypes(size)
+def test_a_rank_that_holds_nothing_of_any_group_knows_the_dtype(size: int, said: bool) -> None:
+    assert list(mf.simulate(lambda mesh: one_holder(mesh, said), size).results.values()) == wholes_of_owners(size)
 
 
 @pytest.mark.distributed
-def test_dtypes_are_told_between_processes(ranks2: RankPool, ranks4: RankPool) -> None:
-    assert ranks2.run(tell_dtype_on_gloo, 2) == told_dtypes(2)
-    assert ranks4.run(tell_dtype_on_gloo, 4) == told_dtypes(4)
+def test_a_process_that_holds_nothing_of_any_group_knows_the_dtype(ranks2: RankPool, ranks4: RankPool) -> None:
+    assert ranks2.run(one_holder_on_gloo, 2, True) == wholes_of_owners(2)
+    assert ranks4.run(one_holder_on_gloo, 4, False) == wholes_of_owners(4)
+
+
+def test_groups_of_different_dtypes_do_not_move_together() -> None:
+    layout = mf.build_for_row_atomic([(2, 2)], 1)
+    groups = [GroupOwnerLayout(Mesh(1, rank=0), layout, {0: 0}, dtype=d) for d in (torch.float32, None, torch.float64)]
+    with pytest.raises(TypeError, match=r"gather: one group is of torch.float32, another of torch.float64"):
+        mf.gather_coalesced([{0: torch.ones(4)}] * 3, owner_layouts=groups)
+    full, _ = mf.gather_coalesced([{0: torch.ones(4).half()}] * 3, owner_layouts=groups, dtype=torch.float16)
+    assert full[2][0].dtype == torch.float16
 
 
 class Sharded(torch.Tensor):

@@ -179,7 +179,7 @@ def train_sharded(layout: GlobalLayout, ranks: list[int], dtype: torch.dtype, ro
         owners = assign_owner_work(layout, mesh, MATRICES)
         if rotate:  # owners that hold no part of their tensors
             owners = {i: ranks[(ranks.index(owner) + rotate) % 4] for i, owner in owners.items()}
-        owner_layout = GroupOwnerLayout(mesh, layout, owners)
+        owner_layout = GroupOwnerLayout(mesh, layout, owners, dtype=dtype)
         me = mesh.shard_index((0,))
         full = full_params(dtype)
         params = shards_of(layout, me, full)

@@ -333,3 +333,18 @@ class TestFromParams:
     def test_shapes_must_be_the_layouts(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         with pytest.raises(ValueError, match="params have shapes"):
             GroupOwnerLayout.from_params(Mesh(2), self.layout, [torch.empty(shape) for shape in shapes])
+
+
+def test_a_dtype_is_part_of_the_value() -> None:
+    layout = build_for_row_atomic([(4, 2)], 2)
+    group, single, double = (
+        GroupOwnerLayout(Mesh(2), layout, {0: 1}, dtype=d) for d in (None, torch.float32, torch.float64)
+    )
+    assert single == GroupOwnerLayout(Mesh(2), layout, {0: 1}, dtype=torch.float32)
+    assert len({group, single, double}) == len({g.digest for g in (group, single, double)}) == 3
+    assert pickle.loads(pickle.dumps(single)) == single
+    assert "dtype=torch.float32" in repr(single)
+    assert "dtype" not in repr(group)
+    assert GroupOwnerLayout.from_params(Mesh(2), layout, dtype=torch.float16).dtype == torch.float16
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype or None, got 'float32'"):
+        GroupOwnerLayout(Mesh(2), layout, {0: 1}, dtype="float32")

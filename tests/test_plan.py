@@ -255,16 +255,6 @@ def test_messages_keep_to_their_thresholds(owners: GroupOwnerLayout, direct: int
 
 
 @given(owner_layouts)
-def test_tellers_hold_what_the_told_receive_first(owners: GroupOwnerLayout) -> None:
-    for plan in [either for one in plans_of(owners) for either in (one, one.transpose)]:
-        views = {rank: plan.view(rank) for rank in plan.mesh.ranks}
-        for rank, view in views.items():
-            receives = [transfer.peer for transfer in view.receives]
-            assert view.teller == (receives[0] if receives and not view.inputs else None)
-            assert view.told == tuple(sorted(peer for peer in views if views[peer].teller == rank))
-
-
-@given(owner_layouts)
 def test_part_shapes_are_alike_on_all_ranks(owners: GroupOwnerLayout) -> None:
     scatter = plans_of(owners)[1]
     for tensor in owners.tensor_to_owner:

@@ -311,7 +311,7 @@ def test_a_rank_that_skips_the_check_is_named() -> None:
 def different_operation(mesh: Mesh) -> None:
     owners = group(mesh)
     if mesh.get_rank() == 2:
-        mf.scatter(whole(owners) if mesh.rank == mesh.ranks[-1] else {}, owner_layout=owners)
+        mf.scatter(whole(owners) if mesh.rank == mesh.ranks[-1] else {}, owner_layout=owners, dtype=torch.float32)
     else:
         mf.gather(shards(owners), owner_layout=owners)
 

@@ -10,7 +10,7 @@ from torch.fx.node import has_side_effect
 
 from mfsdp_func.effects.agreement import checking, report_fault
 from mfsdp_func.effects.carrier import carrier_of
-from mfsdp_func.effects.move import LinearMap, Options, in_flight, move, teller_of
+from mfsdp_func.effects.move import LinearMap, Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
 
@@ -33,8 +33,18 @@ def check_tensors(
     dtype: torch.dtype | None,
     device: torch.device | None,
     tokens: Sequence[Token],
+    says: str = "dtype={} was asserted",
 ) -> Options:
     """Check this rank's inputs against the map, and settle the dtype and device of its outputs.
+
+    Args:
+        linear: the map.
+        names: of the tensors, for messages.
+        tensors: what this rank gives.
+        dtype: what they must be in; None where nobody says it.
+        device: likewise.
+        tokens: of the operations before; they know the dtype where this rank gives no tensor.
+        says: how a message tells where `dtype` comes from.
 
     Raises:
         TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than `dtype`, or where the
@@ -73,9 +83,7 @@ def check_tensors(
     if first is None:
         return _options_without_tensor(linear, dtype, device, tokens)
     if dtype not in (None, first.dtype):
-        raise TypeError(
-            f"{linear.label}: dtype={dtype} was asserted, but tensor {names[0]} is {first.dtype}; convert it"
-        )
+        raise TypeError(f"{linear.label}: {says.format(dtype)}, but tensor {names[0]} is {first.dtype}; convert it")
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
         raise ValueError(f"{linear.label}: device={device} was asserted, but tensor {names[0]} is on {first.device}")
     return Options(first.dtype, first.device)
@@ -98,17 +106,14 @@ def are_alike(tensors: Sequence[torch.Tensor], numels: tuple[int, ...]) -> bool:
 def _options_without_tensor(
     linear: LinearMap, dtype: torch.dtype | None, device: torch.device | None, tokens: Sequence[Token]
 ) -> Options:
-    carrier = carrier_of(linear.mesh)
-    where = device or (tokens[0].link.device if tokens else carrier.device(linear.mesh))
-    if teller_of(linear) is None or carrier.tells_dtype(where):
-        return Options(dtype, where)
-    hint = dtype or next((token.dtype for token in tokens if token.dtype), None)
-    if hint is None:
+    known = dtype or next((token.dtype for token in tokens if token.dtype), None)
+    if known is None and linear.output_numels:
         raise TypeError(
             f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so it cannot know the dtype it will receive;"
-            " pass dtype=, or the token of the operation before with after="
+            " pass dtype=, or the token of the operation before with after=, or make the GroupOwnerLayout with dtype="
         )
-    return Options(hint, where)
+    where = device or (tokens[0].link.device if tokens else carrier_of(linear.mesh).device(linear.mesh))
+    return Options(known, where)
 
 
 def run(
@@ -171,7 +176,7 @@ def run_traced(
     key: str,
     names: Sequence[object],
     inputs: Sequence[torch.Tensor],
-    said: tuple[torch.dtype | None, torch.device | str | None],
+    said: tuple[torch.dtype | None, torch.device | str | None, str],
     after: After,
 ) -> tuple[list[torch.Tensor], Token]:
     """`run` as `torch.compile` traces it: a remembered map on tensors that are checked while tracing.
@@ -180,7 +185,7 @@ def run_traced(
         key: of the map, see `remember`.
         names: of the inputs, for messages.
         inputs: of any shape.
-        said: the dtype and device that the caller asserts, or says.
+        said: the dtype and device that the caller or the group says, and how a message tells where the dtype is from.
         after: tokens without work in flight.
 
     Returns:
@@ -188,41 +193,33 @@ def run_traced(
 
     Raises:
         RuntimeError: if a token has work in flight.
-        TypeError: if this rank cannot know the dtype of its outputs while tracing; and see `check_tensors`.
+        TypeError, ValueError: see `check_tensors`.
     """
     tokens = as_tokens(after)
     for token in tokens:
         token.wait()
-    hint = said[0]
+    known: torch.dtype | None = None
     for token in tokens:
-        hint = hint or token.dtype
-    dtype = getattr(inputs[0], "dtype", None) if inputs else hint
-    link, *outputs = _in_graph(key, tuple(names), dtype, said[0], said[1], joined_link(tokens), *inputs)
-    return outputs, Token(link, (), dtype)
+        known = known or token.dtype
+    link, *outputs = _in_graph(key, tuple(names), *said, known, joined_link(tokens), *inputs)
+    return outputs, Token(link, (), getattr(inputs[0], "dtype", None) if inputs else said[0] or known)
 
 
 @torch.compiler.allow_in_graph
 def _in_graph(
     key: str,
     names: tuple[object, ...],
-    hint: torch.dtype | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    says: str,
+    known: torch.dtype | None,
     link: torch.Tensor | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     linear = remembered(key)
     where = torch.device(device) if device is not None else None
-    if tensors:
-        options = check_tensors(linear, names, tensors, dtype, where, ())
-    elif hint is None and linear.output_numels:
-        raise TypeError(
-            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so its results' dtype is unknown while tracing;"
-            " pass dtype=, or the token of the operation before with after="
-        )
-    else:
-        default = carrier_of(linear.mesh).device(linear.mesh) if link is None else link.device
-        options = Options(hint, where or default)
+    tokens = () if link is None else (Token(link, (), known),)
+    options = check_tensors(linear, names, tensors, dtype, where, tokens, says)
     link, outputs = move(linear, options, link, tensors)
     return (link, *outputs)
 

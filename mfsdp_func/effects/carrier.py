@@ -77,18 +77,6 @@ class Carrier(Protocol):
         """Where elements live on a rank that has no tensor to tell it."""
         ...
 
-    def tells_dtype(self, device: torch.device) -> bool:
-        """Whether `tell` and `listen` work for elements on `device`."""
-        ...
-
-    def tell(self, call: Call, peers: Sequence[int]) -> Callable[[], None]:
-        """Tell peers that hold nothing the dtype of what they will receive; return what waits for it."""
-        ...
-
-    def listen(self, call: Call, peer: int) -> torch.dtype:
-        """The dtype that `peer` tells."""
-        ...
-
     def exchange(
         self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
     ) -> Callable[[], None]:

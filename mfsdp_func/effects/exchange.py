@@ -30,7 +30,7 @@ def start_exchange(
     Args:
         view: what moves; `sources` and `targets` match its slots.
         carrier: who moves it.
-        call: this call; its dtype is known.
+        call: this call.
         sources: where tensors lie that hold the elements of the input slots, each element with its ``call.batch``; read
             until the exchange has ended.
         targets: likewise of the output slots; written.
@@ -38,7 +38,6 @@ def start_exchange(
     """
     scale = math.prod(call.batch)
     element_nbytes = scale * call.dtype.itemsize if call.dtype else 0
-    told = carrier.tell(call, view.told) if view.told and carrier.tells_dtype(sources.device) else None
     outgoing, incoming = [], []  # a rank that moves nothing makes its call all the same
     copied, copied_to = [], []
     if element_nbytes:
@@ -48,13 +47,7 @@ def start_exchange(
         copied, copied_to = sources.views(*route.copied), targets.views(*route.copied_to)
     finish = carrier.exchange(call, outgoing, incoming, at_once=at_once)
     copy_all(copied_to, copied)  # while messages are under way
-
-    def wait() -> None:
-        finish()
-        if told is not None:
-            told()
-
-    return wait if told is not None else finish
+    return finish
 
 
 _Cut: TypeAlias = tuple[tuple[Message, tuple[Block, ...]], ...]

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 
 from mfsdp_func.effects.agreement import agree, checking, report_fault
 from mfsdp_func.effects.blocks import Memory, locate
-from mfsdp_func.effects.carrier import Call, Carrier, carrier_of
+from mfsdp_func.effects.carrier import Call, carrier_of
 from mfsdp_func.effects.collectives import start_collective
 from mfsdp_func.effects.exchange import empty_outputs, start_exchange
 from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
@@ -123,10 +123,8 @@ def launch(
     call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
     if options.forward and (batch or checking()):
         agree(carrier, call)
-    if (teller := teller_of(linear)) is not None and carrier.tells_dtype(options.device):
-        call = replace(call, dtype=_told_dtype(carrier, call, teller))
     if outputs is None:
-        outputs = allocate(linear, call.dtype or torch.float32, options.device, batch, True)
+        outputs = allocate(linear, dtype or torch.float32, options.device, batch, True)
     at_once = flight is not None
     if isinstance(linear, Collective):
         finish = start_collective(linear, carrier, call, inputs[0], _written(outputs, flight)[0], at_once=at_once)
@@ -168,21 +166,6 @@ def call_of(
     return Call(linear.label, linear.digest, linear.mesh, dtype, batch, differentiated, forward)
 
 
-def _told_dtype(carrier: Carrier, call: Call, teller: int) -> torch.dtype:
-    told = carrier.listen(call, teller)
-    if call.dtype is not None and told != call.dtype:
-        raise TypeError(
-            f"{call.label}: rank {call.mesh.rank}, which holds no element to send, expects {call.dtype}, but rank {teller}"
-            f" sends {told}; pass dtype={told} here or convert there"
-        )
-    return told
-
-
-def teller_of(linear: LinearMap) -> int | None:
-    """The rank that must tell this one the dtype of a map's elements, where this rank cannot see it."""
-    return None if isinstance(linear, Collective) else linear.local.teller
-
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -204,9 +187,8 @@ def _move_impl(
     differentiated: bool,
 ) -> list[torch.Tensor]:
     linear, options = remembered(key), Options(dtype, link.device, differentiated, forward)
-    # An operator's results may not share a storage: compilers reuse the memory of each on its own. (Compiled code
-    # knows the dtype; where it is still to be told, some other dispatch mode is active.)
-    outputs = None if dtype is None else allocate(linear, dtype, link.device, link.shape, False)
+    # An operator's results may not share a storage: compilers reuse the memory of each on its own.
+    outputs = allocate(linear, dtype or torch.float32, link.device, link.shape, False)
     return [torch.zeros_like(link), *launch(linear, options, link.shape, inputs, outputs)]
 
 
@@ -224,10 +206,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        link, ctx.linear, options, *tensors = inputs
-        # A rank may have learnt the dtype in the call itself; whether there is a backward call hangs on it.
-        moved = (*tensors, *output[1:])
-        ctx.options = replace(options, dtype=moved[0].dtype) if moved else options
+        link, ctx.linear, ctx.options = inputs[:3]
         ctx.batch = link.shape
         ctx.save_for_backward(output[0])
 

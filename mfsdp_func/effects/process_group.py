@@ -30,7 +30,6 @@ DIRECT_NBYTES = 64 * 1024
 PACKED_NBYTES = 4 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
 
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _TELL_TAG = 0x6D667364
 
 
@@ -47,21 +46,6 @@ class ProcessGroups:
         if mesh.size() > 1 and not _carries(_group(mesh), "cpu"):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-
-    def tells_dtype(self, device: torch.device) -> bool:
-        return device.type == "cpu"
-
-    def tell(self, call: Call, peers: Sequence[int]) -> Callable[[], None]:
-        if not peers or call.dtype is None:
-            return _nothing
-        code = torch.tensor([_DTYPES.index(call.dtype)])
-        works = [_isend(code, peer, _group(call.mesh), _tell_tag(call)) for peer in peers]
-        return lambda: _wait(works, code)
-
-    def listen(self, call: Call, peer: int) -> torch.dtype:
-        code = torch.empty(1, dtype=torch.int64)
-        _wait([_irecv(code, peer, _group(call.mesh), _tell_tag(call))])
-        return _DTYPES[int(code)]
 
     def exchange(
         self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool

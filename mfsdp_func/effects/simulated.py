@@ -250,22 +250,6 @@ class _SimulatedCarrier:
     def device(self, mesh: Mesh) -> torch.device:
         return torch.device("cpu")
 
-    def tells_dtype(self, device: torch.device) -> bool:
-        return True
-
-    def tell(self, call: Call, peers: Sequence[int]) -> Callable[[], None]:
-        return _nothing
-
-    def listen(self, call: Call, peer: int) -> torch.dtype:
-        number = len(self._calls(self._state, call))
-        posted = self._posted(call, peer, number)
-        dtype = posted.call.dtype
-        if dtype is None:
-            raise SimulationError(
-                f"{call.label}: rank {peer} sends nothing to rank {self._state.id}, which waits for it"
-            )
-        return dtype
-
     def exchange(
         self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
     ) -> Callable[[], None]:

@@ -336,7 +336,7 @@ def _communicate(
     if kind != "allgather" and (dtype in _NOT_ADDED or (dtype.is_floating_point and dtype.itemsize == 1)):
         raise TypeError(f"{kind}: {dtype} cannot be added; cast the buffer first")
     if torch.compiler.is_compiling():
-        (output,), token = run_traced(collective, ("local_buffer",), [local], (None, None), after)
+        (output,), token = run_traced(collective, ("local_buffer",), [local], (None, None, ""), after)
         return DBuffer(spec_of(target), output), token
     with faults_reported(collective):
         tokens = as_tokens(after)

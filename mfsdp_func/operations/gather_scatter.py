@@ -33,9 +33,9 @@ def gather(
             for every participating tensor of which this rank holds an element. Other entries are never read. All
             share one dtype and device, across ranks too.
         owner_layout: who owns what, and where the shards lie.
-        dtype: asserts the dtype; where this rank holds nothing but owns something, says it (on CPU it may be left
-            out: a holder tells it).
-        device: likewise.
+        dtype: of the elements; by default that of the group, if it has one. A rank that holds nothing but owns something
+            must know it: from here, from the group, or from a token in `after`.
+        device: where results lie on a rank that gives no tensor; by default where the token's link is, or the CPU.
         after: tokens of operations to start after; their gradient links are threaded through this one.
         stream: CUDA only: the stream to run on; the token must be waited for.
         async_op: return with work in flight; the token must be waited for before the results are used, and inputs may
@@ -75,7 +75,7 @@ def scatter(
             this rank owns. Other entries are never read.
         owner_layout: who owns what, and where the shards lie.
         include_own: whether the result holds this rank's own parts of tensors that it owns.
-        dtype: see `gather`; a rank that owns nothing may also learn it from a token in `after`.
+        dtype: see `gather`; the gather's token in `after` says it to a rank that owns nothing.
         device: likewise.
         after: see `gather`.
         stream: see `gather`.
@@ -248,9 +248,30 @@ def _run(
         wirings = tuple(map(wiring_of, plans, owners))
         tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
         inputs = given_tensors(plans, wirings, sources)
-        options = check_tensors(plan, names_of(plans), inputs, said[0], device, tokens)
+        dtype, says = dtype_of(operation, said[0], [group.dtype for group in owners])
+        options = check_tensors(plan, names_of(plans), inputs, dtype, device, tokens, says)
     outputs, token = run(plan, options, inputs, tokens, how[1], how[2])
     return _results(wirings, outputs, options), token
+
+
+def dtype_of(
+    operation: str, said: torch.dtype | None, dtypes: Sequence[torch.dtype | None]
+) -> tuple[torch.dtype | None, str]:
+    """The dtype of a call: what the caller says, else what its groups say, if any; and in words, who does.
+
+    Raises:
+        TypeError: if groups say different ones.
+    """
+    if said is not None:
+        return said, "dtype={} was asserted"
+    known = [dtype for dtype in dtypes if dtype is not None]
+    for dtype in known:
+        if dtype != known[0]:
+            raise TypeError(
+                f"{operation}: one group is of {known[0]}, another of {dtype}; one call moves one dtype: make one call per"
+                " dtype, or pass dtype="
+            )
+    return known[0] if known else None, "the group is of {}"
 
 
 def given_tensors(
@@ -317,7 +338,7 @@ def _constants(operation: str, keys: tuple[str, ...], include_own: bool) -> tupl
     owners = [GroupOwnerLayout.from_key(key) for key in keys]
     plans = plans_of(operation, owners, include_own)
     wirings = tuple(map(wiring_of, plans, owners))
-    return (remember(join_plans(plans)), names_of(plans), tuple(map(tuple, wirings)))
+    return (remember(join_plans(plans)), names_of(plans), tuple(map(tuple, wirings)), [group.dtype for group in owners])
 
 
 @torch.compiler.assume_constant_result
@@ -342,14 +363,15 @@ def _run_traced(
         raise ValueError(
             f"{operation}: {len(sources)} dicts of tensors for {len(owners)} owner layouts; give one per group"
         )
-    plan, names, wirings = _constants(operation, tuple([group.key for group in owners]), include_own)
+    plan, names, wirings, dtypes = _constants(operation, tuple([group.key for group in owners]), include_own)
     inputs: list[torch.Tensor] = []
     for group, source, (needed, _, _) in zip(owners, sources, wirings, strict=True):
         for i in needed:
             if i not in source:
                 raise KeyError(_missing_constant(operation, group.key, include_own, tuple(source)))
             inputs.append(source[i])
-    outputs, token = run_traced(plan, names, inputs, said, after)
+    dtype, says = dtype_of(operation, said[0], dtypes)
+    outputs, token = run_traced(plan, names, inputs, (dtype, said[1], says), after)
     found: list[dict[int, torch.Tensor]] = []
     at = 0
     for _, given, empty in wirings:

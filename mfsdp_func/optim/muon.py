@@ -7,11 +7,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from mfsdp_func.effects.carrier import carrier_of
 from mfsdp_func.optim.adamw import mixed
 from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, scale_by_learning_rate
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype, newton_schulz
 from mfsdp_func.optim.owners import Owners, map_on_owners, owned_shapes
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, first_step
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 Key = TypeVar("Key")
 
@@ -178,10 +180,11 @@ def scale_by_muon(
             directions = directions_of(mixtures)
         else:
             shapes = owned_shapes(owner_layout)
+            dtype = ns_dtype or next(map(default_dtype, mixtures.values()), None) or _dtype_without_shards(owner_layout)
             travelling = {
                 i: shard.to(ns_dtype or default_dtype(shard)) for i, shard in mixtures.items() if shard.numel()
             }
-            directions, _ = map_on_owners(directions_of, travelling, owner_layout=owner_layout, dtype=ns_dtype)
+            directions, _ = map_on_owners(directions_of, travelling, owner_layout=owner_layout, dtype=dtype)
         updates: dict[Any, torch.Tensor] = {}
         for i in mixtures:
             param, ratio = params[i], _RATIOS[adjust_lr_fn](*_matrix_shape(shapes[i], batch_of_matrices))
@@ -191,6 +194,13 @@ def scale_by_muon(
         return updates, MuonState(state.step + 1, means)
 
     return GradientTransformation(init, update, whole=owner_layout is None)
+
+
+def _dtype_without_shards(owner_layout: Owners) -> torch.dtype | None:
+    """In which dtype shards travel, on a rank that has none; None leaves it to the groups."""
+    group = owner_layout if isinstance(owner_layout, GroupOwnerLayout) else next(iter(owner_layout.values()))
+    on_cuda = carrier_of(group.mesh).device(group.mesh).type == "cuda"
+    return torch.bfloat16 if on_cuda else None
 
 
 def _check_dims(key: object, shape: torch.Size) -> None:

@@ -33,7 +33,7 @@ def map_on_owners(
             many elements; called on every rank, with an empty dict where it owns nothing.
         shards: see `gather`.
         owner_layout: who computes what.
-        dtype: asserts the dtype of `shards`; says it where a rank has none (see `gather`).
+        dtype: of `shards` and results, see `gather`.
         after: tokens of operations to start after.
 
     Returns:
@@ -56,12 +56,12 @@ def map_on_owners(
     """
     if isinstance(owner_layout, GroupOwnerLayout):
         full, token = gather(shards, owner_layout=owner_layout, dtype=dtype, after=after)
-        return scatter(function(full), owner_layout=owner_layout, after=token)
+        return scatter(function(full), owner_layout=owner_layout, dtype=dtype, after=token)
     layouts = list(owner_layout.values())
     sources = _split(owner_layout, shards)
     groups, token = gather_coalesced(sources, owner_layouts=layouts, dtype=dtype, after=after)
     computed = _split(owner_layout, function(_paired(owner_layout, groups)))
-    parts, token = scatter_coalesced(computed, owner_layouts=layouts, after=token)
+    parts, token = scatter_coalesced(computed, owner_layouts=layouts, dtype=dtype, after=token)
     return _paired(owner_layout, parts), token
 
 

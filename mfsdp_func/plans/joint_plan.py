@@ -82,15 +82,7 @@ class JointPlan(Exchange):
                 for view, (i, o) in zip(views, at, strict=True)
                 for copy in view.copies
             ),
-            teller=self._teller(rank),
-            told=tuple(sorted(peer for peer in {send.peer for send in sends} if self._teller(peer) == rank)),
         )
-
-    def _teller(self, rank: int) -> int | None:
-        if any(plan.gives(rank) for plan in self.plans):
-            return None
-        senders = (plan.first_sender(rank) for plan in self.plans)
-        return next((sender for sender in senders if sender is not None), None)
 
 
 @lru_cache(maxsize=256)

@@ -72,9 +72,6 @@ class RankView:
     """All that one rank needs to take its part in a plan.
 
     Slots and transfers stand in ascending order of the tensor, and of several groups in the order of the groups.
-
-    A rank that holds nothing before the exchange cannot see in which dtype its elements will come. Where carriers can
-    tell it, one rank does: `teller` is the rank that tells this one, `told` are those that this one tells.
     """
 
     inputs: tuple[Slot, ...]
@@ -82,8 +79,6 @@ class RankView:
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copies: tuple[Copy, ...]
-    teller: int | None
-    told: tuple[int, ...]
 
     @cached_property
     def input_numels(self) -> tuple[int, ...]:
@@ -258,25 +253,7 @@ class Plan(Exchange):
             for k, part in self.source.shards_of(slot.tensor, slot.part, len(peers)):
                 if k != me:
                     receives.append(Transfer(peers[k], m, part.start - slot.part.start, part.numel))
-        told = sorted(peer for peer in {send.peer for send in sends} if self._teller(peer) == rank)
-        return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies), self._teller(rank), tuple(told))
-
-    def _teller(self, rank: int) -> int | None:
-        return None if self.gives(rank) else self.first_sender(rank)
-
-    def gives(self, rank: int) -> bool:
-        """Whether `rank` has any element to give."""
-        return bool(self._slots(self.source, "source", self.mesh.shard_index(self.axes, rank), len(self._peers(rank))))
-
-    def first_sender(self, rank: int) -> int | None:
-        """The sender of the first elements that `rank` receives."""
-        peers = self._peers(rank)
-        me = self.mesh.shard_index(self.axes, rank)
-        for slot in self._slots(self.target, "target", me, len(peers)):
-            for k, _ in self.source.shards_of(slot.tensor, slot.part, len(peers)):
-                if k != me:
-                    return peers[k]
-        return None
+        return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies))
 
     def _slots(self, layout: GlobalLayout, side: Side, shard: int, count: int) -> tuple[Slot, ...]:
         held = [

@@ -165,9 +165,12 @@ class GroupOwnerLayout:
         tensor_to_owner: tensor index -> global rank; tensors without an entry take no part.
         placements: one per mesh axis, `Replicate()` or a shard; by default every axis cuts the buffer.
         name: a label for errors and the agreement check; no part of the value.
+        dtype: of the elements that move, unless a call says another: a rank that holds none of them takes it from here,
+            and a tensor of another dtype is an error. None where calls say it.
 
     Raises:
         ValueError: if an index or an owner does not exist, or `placements` do not fit.
+        TypeError: if `dtype` is no `torch.dtype`.
 
     >>> from mfsdp_func.values.layout_builder import build_for_row_atomic
     >>> GroupOwnerLayout(Mesh(2), build_for_row_atomic([(4, 2), (2, 2)], 2), {1: 0, 0: 1})
@@ -178,6 +181,7 @@ class GroupOwnerLayout:
     layout: GlobalLayout
     tensor_to_owner: Mapping[int, int]
     placements: tuple[Placement, ...]
+    dtype: torch.dtype | None
     name: str = field(compare=False)
     key: str = field(init=False, compare=False)
     """The value with its name as a string: what compiled code guards on."""
@@ -189,6 +193,7 @@ class GroupOwnerLayout:
         tensor_to_owner: Mapping[int, int],
         placements: Sequence[Placement] | None = None,
         name: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
@@ -203,6 +208,8 @@ class GroupOwnerLayout:
                     f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}"
                 )
         layout.check_placements(value, chosen)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"GroupOwnerLayout {name!r}: dtype must be a torch.dtype or None, got {dtype!r}")
         for i, owner in tensor_to_owner.items():
             if not 0 <= i < len(layout.tensor_shapes):
                 raise ValueError(
@@ -219,6 +226,7 @@ class GroupOwnerLayout:
         owners = {int(i): int(owner) for i, owner in sorted(tensor_to_owner.items())}
         object.__setattr__(self, "tensor_to_owner", MappingProxyType(owners))
         object.__setattr__(self, "placements", chosen)
+        object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "key", f"{self.digest}/{value.rank}/{name}")
         object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
@@ -234,6 +242,7 @@ class GroupOwnerLayout:
         cost_fn: CostFn | None = None,
         placements: Sequence[Placement] | None = None,
         name: str = "",
+        dtype: torch.dtype | None = None,
     ) -> "GroupOwnerLayout":
         """Select tensors by a predicate and let `assign_owner_work` choose their owners.
 
@@ -246,6 +255,7 @@ class GroupOwnerLayout:
             cost_fn: see `assign_owner_work`.
             placements: see `GroupOwnerLayout`.
             name: see `GroupOwnerLayout`.
+            dtype: likewise.
 
         Raises:
             ValueError: if `params` do not have the layout's shapes, or see `assign_owner_work`.
@@ -262,7 +272,7 @@ class GroupOwnerLayout:
             )
         chosen = [i for i, param in enumerate(given) if param.numel() and predicate(param)]
         owners = assign_owner_work(layout, mesh, chosen, cost_fn, placements=placements)
-        return cls(mesh, layout, owners, placements, name)
+        return cls(mesh, layout, owners, placements, name, dtype)
 
     @staticmethod
     def from_key(key: str) -> "GroupOwnerLayout":
@@ -271,7 +281,7 @@ class GroupOwnerLayout:
 
     @cached_property
     def _value(self) -> tuple[object, ...]:
-        return (self.mesh, self.layout, tuple(self.tensor_to_owner.items()), self.placements)
+        return (self.mesh, self.layout, tuple(self.tensor_to_owner.items()), self.placements, self.dtype)
 
     @cached_property
     def _hash(self) -> int:
@@ -289,15 +299,18 @@ class GroupOwnerLayout:
         owners: object = dict(self.tensor_to_owner)
         if len(self.tensor_to_owner) > 32:
             owners = f"{len(self.tensor_to_owner)} tensors"
-        return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}, name={self.name!r})"
+        dtype = f", dtype={self.dtype}" if self.dtype else ""
+        return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}, name={self.name!r}{dtype})"
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return GroupOwnerLayout, (self.mesh, self.layout, dict(self.tensor_to_owner), self.placements, self.name)
+        owners = dict(self.tensor_to_owner)
+        return GroupOwnerLayout, (self.mesh, self.layout, owners, self.placements, self.name, self.dtype)
 
     @cached_property
     def digest(self) -> str:
         """A hash of all that the ranks must agree on, the same in every process (this rank and `name` left out)."""
-        value = (self.mesh.digest, self.layout.digest, tuple(self.tensor_to_owner.items()), self.placements)
+        owners = tuple(self.tensor_to_owner.items())
+        value = (self.mesh.digest, self.layout.digest, owners, self.placements, self.dtype)
         return hashlib.sha256(repr(value).encode()).hexdigest()
 
 

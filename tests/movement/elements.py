@@ -33,6 +33,7 @@ def round_trip(mesh: Mesh, run: Run) -> Any:
     """`scatter(gather(x)) == x`, for layouts and owners of all kinds."""
     results = {}
     for name, group in groups_for(mesh).items():
+        group = group.of(torch.float32)
         full = group.fill()
         gathered = run(gather_only(group), group.shards(full))
         assert_same(gathered, group.full(full), f"{name}: gather")
@@ -61,6 +62,7 @@ def round_trip_in_one_function(mesh: Mesh, run: Run) -> Any:
 def every_dtype(mesh: Mesh, run: Run) -> Any:
     group, results = groups_for(mesh)["padded rotated"], {}
     for dtype in DTYPES:
+        group = group.of(dtype)
         full = group.fill(dtype)
         gathered = run(gather_only(group), group.shards(full))
         assert_same(gathered, group.full(full), str(dtype))
@@ -87,8 +89,9 @@ def some_dtypes(mesh: Mesh, run: Run) -> Any:
 @case
 def lazily_conjugated_and_negated(mesh: Mesh, run: Run) -> Any:
     group, results = groups_for(mesh)["unpadded balanced"], []
-    for dtype in (torch.complex64, torch.complex128):
+    for dtype, negated_dtype in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
         full = {i: torch.complex(normal(s, i), normal(s, i + 9)).to(dtype) for i, s in enumerate(group.shapes)}
+        group = group.of(dtype)
         conjugated = {i: tensor.conj() for i, tensor in group.shards(full).items()}
         assert all(tensor.is_conj() for tensor in conjugated.values())
         gathered = run(gather_only(group), conjugated)
@@ -98,7 +101,7 @@ def lazily_conjugated_and_negated(mesh: Mesh, run: Run) -> Any:
         assert_same(parts, group.parts(full))
         negated = {i: tensor.imag for i, tensor in conjugated.items()}
         assert all(tensor.is_neg() for tensor in negated.values())
-        imaginary = run(gather_only(group), negated)
+        imaginary = run(gather_only(group.of(negated_dtype)), negated)
         assert_same(imaginary, group.full({i: -tensor.imag for i, tensor in full.items()}))
         results.append((gathered, parts, imaginary))
     return results
@@ -117,7 +120,7 @@ def gather_change_scatter(mesh: Mesh, run: Run) -> Any:
 
 @case
 def shards_of_any_shape_and_strides(mesh: Mesh, run: Run) -> Any:
-    group = one_group(mesh)
+    group = one_group(mesh).of(torch.float32)
     full = group.fill()
 
     def strided(flat: torch.Tensor) -> torch.Tensor:
@@ -214,7 +217,7 @@ def tensors_without_rows(mesh: Mesh, run: Run) -> Any:
 
 @case
 def owners_that_hold_nothing(mesh: Mesh, run: Run) -> Any:
-    """The last rank holds nothing and owns one tensor, or all; nobody says the dtype, or the owner does."""
+    """The last rank holds nothing and owns one tensor, or all; the call says the dtype, or the group does."""
     count, results = mesh.size(), []
     layout = mf.GlobalLayout([(4, 3), (2, 5)], [0, 12], 22, [0, *range(8, 6 + count), 22])
     for owners, dtype, said in itertools.product(
@@ -223,6 +226,7 @@ def owners_that_hold_nothing(mesh: Mesh, run: Run) -> Any:
         (False, True),
     ):
         group = Group(GroupOwnerLayout(mesh, layout, {i: mesh.ranks[k] for i, k in owners.items()}))
+        group = group.of(None if said else dtype)
         full = group.fill(dtype)
         keywords = {"dtype": dtype, "device": "cpu"} if said else {}
         gathered = run(gather_only(group, **keywords), group.shards(full))
@@ -245,15 +249,15 @@ def owner_that_holds_nothing_says_the_dtype(mesh: Mesh, run: Run) -> Any:
 
 @case
 def ranks_that_own_nothing_scatter_nothing(mesh: Mesh, run: Run) -> Any:
-    """They call with an empty dict and say no dtype; and with the dtype; and with a token that knows it."""
+    """The group says the dtype; or the call does; or a token knows it."""
     group = one_group(mesh, owners={0: mesh.ranks[0], 1: mesh.ranks[0], 3: mesh.ranks[0]})
     results = []
     for dtype in (torch.float16, torch.complex128, torch.int8):
         full = group.fill(dtype)
         source = group.full(full)
         assert bool(source) == (mesh.rank == mesh.ranks[0])
-        results += [run(scatter_only(group, **keywords), source) for keywords in ({}, {"dtype": dtype})]
-        gathered, token = group.gather(group.shards(full))
+        results += [run(scatter_only(group.of(dtype)), source), run(scatter_only(group, dtype=dtype), source)]
+        gathered, token = group.gather(group.shards(full), dtype=dtype)
         results.append(group.scatter(gathered, after=token)[0])
         for parts in results[-3:]:
             assert_same(parts, group.parts(full))
@@ -265,7 +269,7 @@ def rank_without_anything_to_do(mesh: Mesh, run: Run) -> Any:
     """The last rank neither holds nor owns; it calls all the same."""
     count, results = mesh.size(), []
     layout = mf.GlobalLayout([(4, 3), (2, 5)], [0, 12], 22, [0, *range(8, 6 + count), 22])
-    group = Group(GroupOwnerLayout(mesh, layout, {0: mesh.ranks[0], 1: mesh.ranks[0]}))
+    group = Group(GroupOwnerLayout(mesh, layout, {0: mesh.ranks[0], 1: mesh.ranks[0]}, dtype=torch.float32))
     for _ in range(2):
         full = group.fill()
         gathered = run(gather_only(group), group.shards(full))
@@ -293,7 +297,7 @@ def large_and_many_small_pieces(mesh: Mesh, run: Run) -> Any:
     shapes = [(100, 257)] * 70 + [(1000, 300), (3, 5), (2000, 300)]
     layout = mf.build_for_row_atomic_unpadding(shapes, mesh.size())
     owners = {i: mesh.ranks[-1 - i % min(2, mesh.size())] for i in range(len(shapes))}
-    group = Group(GroupOwnerLayout(mesh, layout, owners, name="large"))
+    group = Group(GroupOwnerLayout(mesh, layout, owners, name="large", dtype=torch.float32))
     full = group.fill()
     source = group.shards(full)
     results = []

@@ -217,7 +217,7 @@ def backward(mesh: Mesh, run: Run) -> Any:
 @case
 def backward_through_one_operation(mesh: Mesh, run: Run) -> Any:
     """Each operation alone is linear, with the other's pieces as its transpose; `include_own` too."""
-    group, results = groups_for(mesh)["unpadded balanced"], []
+    group, results = groups_for(mesh)["unpadded balanced"].of(torch.float64), []
     full, weight = group.normal(), weights(group)
     source = {i: tensor.requires_grad_() for i, tensor in group.shards(full).items()}
     gathered, token = group.gather(source)
@@ -267,7 +267,7 @@ def gradients_through_an_owner_that_holds_nothing(mesh: Mesh, run: Run) -> Any:
 @case
 def shards_that_require_grad(mesh: Mesh, run: Run) -> Any:
     """The same bits with grad mode on, off, and in inference mode; results require grad only where they must."""
-    group = one_group(mesh)
+    group = one_group(mesh).of(torch.float32)
     full = group.fill()
     source = {i: tensor.requires_grad_() for i, tensor in inputs_for(group, full).items()}
     gathered, token = group.gather(source)

@@ -124,6 +124,11 @@ class Group(NamedTuple):
                     parts[i] = parts[i].view(-1, *self.shapes[i][1:])
         return parts
 
+    def of(self, dtype: torch.dtype | None) -> "Group":
+        """The same group, whose ranks all know its dtype (or not)."""
+        o = self.owners
+        return Group(GroupOwnerLayout(o.mesh, o.layout, o.tensor_to_owner, o.placements, o.name, dtype))
+
     def gather(self, source: Mapping[int, torch.Tensor], **keywords: Any) -> tuple[Tensors, mf.Token]:
         return mf.gather(source, owner_layout=self.owners, **keywords)
 

@@ -51,7 +51,7 @@ class Watched(Mapping[int, Any]):
 
 @case
 def entries_that_take_no_part_are_not_read(mesh: Mesh, run: Run) -> Any:
-    group = one_group(mesh)
+    group = one_group(mesh).of(torch.float32)
     full, spans, taking_part = group.fill(), group.spans(), set(group.owners.tensor_to_owner)
     needed = group.shards({i: full[i] for i in taking_part})
     source = Watched({99: Junk(), -1: Junk(), 2: Junk()} | {i: needed.get(i, Junk()) for i in taking_part})
@@ -71,7 +71,7 @@ def entries_that_take_no_part_are_not_read(mesh: Mesh, run: Run) -> Any:
 @case
 def order_of_the_dict_does_not_matter(mesh: Mesh, run: Run) -> Any:
     shapes = [(3, 2)] * 9
-    group = one_group(mesh, shapes)
+    group = one_group(mesh, shapes).of(torch.float32)
     full = group.fill()
     shuffle = random.Random(mesh.get_rank())
     results = []
@@ -107,7 +107,7 @@ def assert_apart(results: Tensors, inputs: Tensors) -> None:
 def inputs_stay_and_results_are_new_memory(mesh: Mesh, run: Run) -> Any:
     results = {}
     for name in ("padded balanced", "unpadded rotated", "tensor balanced", "tensor one"):
-        group = groups_for(mesh)[name]
+        group = groups_for(mesh)[name].of(torch.float32)
         full = group.fill()
         for function, source in ((gather_only, group.shards(full)), (scatter_only, group.full(full))):
             before = {i: tensor.clone() for i, tensor in source.items()}
@@ -126,7 +126,7 @@ def inputs_stay_and_results_are_new_memory(mesh: Mesh, run: Run) -> Any:
 
 @case
 def several_in_flight(mesh: Mesh, run: Run) -> Any:
-    groups = [one_group(mesh), *list(groups_for(mesh).values())[::3]]
+    groups = [group.of(torch.float64) for group in (one_group(mesh), *list(groups_for(mesh).values())[::3])]
     fulls = [{i: tensor + n for i, tensor in group.normal().items()} for n, group in enumerate(groups)]
     pairs = [group.gather(group.shards(full), async_op=True) for group, full in zip(groups, fulls, strict=True)]
     meanwhile = torch.ones(50, 50) @ torch.ones(50, 50)
@@ -149,7 +149,7 @@ def several_in_flight(mesh: Mesh, run: Run) -> Any:
 
 @case
 def tokens_order_calls_of_other_groups(mesh: Mesh, run: Run) -> Any:
-    first, second = one_group(mesh), groups_for(mesh)["handmade rotated"]
+    first, second = one_group(mesh).of(torch.float64), groups_for(mesh)["handmade rotated"].of(torch.int32)
     one, two = first.normal(), second.fill(torch.int32)
     gathered, token = first.gather(first.shards(one), async_op=True)
     others, late = second.gather(second.shards(two), after=token)
@@ -186,7 +186,7 @@ def tokens_and_inputs_may_be_dropped(mesh: Mesh, run: Run) -> Any:
 
 @case
 def forgetting_the_token_is_harmless_by_default(mesh: Mesh, run: Run) -> Any:
-    group = one_group(mesh)
+    group = one_group(mesh).of(torch.float32)
     full = group.fill()
     gathered = group.gather(group.shards(full))[0]
     assert_same(gathered, group.full(full))
