@@ -69,6 +69,10 @@ class Parcel(NamedTuple):
 class Carrier(Protocol):
     """Moves parcels between the ranks of a mesh. Every rank of the mesh makes every call, in the same order."""
 
+    def number_of_ranks(self) -> int:
+        """How many ranks there are in all."""
+        ...
+
     def packing(self, mesh: Mesh) -> tuple[int, int]:
         """In bytes: from which size on elements travel alone, and how large a packed message may be."""
         ...

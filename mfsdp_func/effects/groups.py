@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mfsdp_func.effects.carrier import SIMULATED
-from mfsdp_func.values.mesh import Mesh, group_names
+from mfsdp_func.values.mesh import Mesh, group_names, set_group_names
 
 
 def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
@@ -25,3 +25,28 @@ def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
             return ()  # a new world has given the name to another group
         groups.append(group)
     return tuple(groups)
+
+
+def flat_mesh(mesh: Mesh) -> Mesh:
+    """The ranks of a mesh on one axis, where a process group has just them; else the mesh as it is.
+
+    A group that exists serves: that of a mesh of one axis, or the default one. None is created.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    flat = Mesh(mesh.size(), ["+".join(mesh.axis_names)], mesh.ranks, mesh.rank)
+    if SIMULATED.get() is not None:
+        return flat
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or set(dist.get_process_group_ranks(world)) != set(mesh.ranks):
+        return mesh
+    set_group_names(flat, (world.group_name,))
+    return flat
+
+
+def number_of_ranks() -> int:
+    """How many ranks run this program: those of the simulated mesh, or of the default process group; else 1."""
+    simulated = SIMULATED.get()
+    if simulated is not None:
+        return simulated.carrier.number_of_ranks()
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

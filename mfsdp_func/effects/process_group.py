@@ -39,6 +39,9 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._warm: set[str] = set()
 
+    def number_of_ranks(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def packing(self, mesh: Mesh) -> tuple[int, int]:
         return DIRECT_NBYTES, max(DIRECT_NBYTES, PACKED_NBYTES // (2 * _STAGES_IN_FLIGHT * max(1, mesh.size() - 1)))
 

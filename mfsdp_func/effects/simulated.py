@@ -244,6 +244,9 @@ class _SimulatedCarrier:
     def __init__(self, world: _World, state: _Rank, poison: PoisonMode | None) -> None:
         self._world, self._state, self._poison = world, state, poison
 
+    def number_of_ranks(self) -> int:
+        return self._world.mesh.size()
+
     def packing(self, mesh: Mesh) -> tuple[int, int]:
         return _PACKING_NBYTES
 

@@ -1,24 +1,36 @@
 """The norm of all that several buffers hold together: padding left out, replicas counted once."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from mfsdp_func.effects.groups import flat_mesh
 from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.operations.spec_facts import fact_of
+from mfsdp_func.values.buffer_spec import BufferSpec, filled_ranges, is_first_replica
 from mfsdp_func.values.layout import GlobalLayout
-from mfsdp_func.values.mesh import Mesh
-from mfsdp_func.values.placement import Partial, Replicate, shard_axes
+from mfsdp_func.values.layout_builder import build_for_row_atomic
+from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh, containing_mesh
+from mfsdp_func.values.placement import Partial, Replicate, RowAtomic, shard_axes
 
 
-def global_norm(buffers: Any, *, deterministic: bool = False) -> torch.Tensor:
-    """The square root of the sum of squares of all tensors in `buffers`, the same on every rank.
+def global_norm(
+    buffers: Any, *, ord: float = 2.0, mesh: Mesh | MeshLike | None = None, deterministic: bool = False
+) -> torch.Tensor:
+    """The norm of all tensors in `buffers` as of one long vector, the same on every rank.
 
-    Every rank of the buffers' meshes calls; one all-reduce of one element per sharded axis of each distinct way to
-    shard. Padding is not read, so a NaN there does no harm; one in a tensor is a NaN in the result.
+    Every rank of the buffers' meshes calls; a rank that holds nothing too. One number of each rank is reduced: over the
+    axes that shard, where all buffers lie alike; else over all ranks of that mesh which contains the others. Along an
+    axis that a buffer's mesh lacks, other ranks hold other data (give the axis `Replicate` where they hold the same).
+    Padding is not read, so a NaN there does no harm; one in a tensor is a NaN in the result.
 
     Args:
         buffers: a `DBuffer`, or any pytree of them, such as the gradients of `torch.func.grad`; sharded or replicated.
+        ord: the norm ``(Σ |x|^ord)^(1/ord)``, or ``math.inf`` for the largest element.
+        mesh: the ranks over which to reduce, where the meshes of the buffers do not tell.
         deterministic: add in the order of the mesh axes, bitwise alike on every carrier and at any number of runs.
 
     Returns:
@@ -26,7 +38,7 @@ def global_norm(buffers: Any, *, deterministic: bool = False) -> torch.Tensor:
 
     Raises:
         TypeError: on a leaf that is no `DBuffer`, or one of integers.
-        ValueError: on a `Partial` placement.
+        ValueError: on a `Partial` placement, an `ord` that is not positive, or meshes none of which contains all others.
 
     >>> from mfsdp_func import RowAtomic, build_for_row_atomic_unpadding, simulate
     >>> layout = build_for_row_atomic_unpadding([(3,), (2,)], 2)
@@ -39,18 +51,81 @@ def global_norm(buffers: Any, *, deterministic: bool = False) -> torch.Tensor:
     leaves = pytree.tree_leaves(buffers, is_leaf=lambda leaf: isinstance(leaf, DBuffer))
     for leaf in leaves:
         _check(leaf)
+    if not ord > 0:
+        raise ValueError(f"global_norm: ord must be a positive number or math.inf, got {ord}")
+    if not leaves and mesh is None:
+        return torch.zeros(())
     wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
     dtype = torch.float64 if wide else torch.float32
-    groups: dict[tuple[Mesh, tuple[int, ...]], list[torch.Tensor]] = {}
-    for leaf in leaves:
-        parts = groups.setdefault((leaf.mesh, shard_axes(leaf.placements)), [])
-        parts += [_square(leaf.local_buffer[span.start : span.end], dtype) for span in leaf.spec.filled]
     device = leaves[0].local_buffer.device if leaves else None
-    total = torch.zeros((), dtype=dtype, device=device)
-    for (mesh, axes), parts in groups.items():
-        local = torch.stack([part.to(device) for part in parts]).sum() if parts else torch.zeros_like(total)
-        total = total + _sum_over(mesh, axes, local, deterministic)
-    return total.sqrt()
+    alike = {(leaf.mesh, shard_axes(leaf.placements)) for leaf in leaves}
+    parts = [torch.zeros((), dtype=torch.float64, device=device)]
+    for leaf in leaves:
+        # Where all lie alike, the axes that replicate are not reduced at all.
+        if (len(alike) == 1 and mesh is None) or is_first_replica(leaf.mesh, leaf.placements):
+            parts += [power_of(part, ord).to(device) for part in filled_parts(leaf)]
+    local = torch.stack(parts).max() if math.isinf(ord) else torch.stack(parts).sum()
+    if mesh is None and len(alike) == 1:
+        ((chosen, axes),) = alike
+    else:
+        chosen = flat_mesh(mesh_of_all("global_norm", [leaf.mesh for leaf in leaves], mesh))
+        axes = tuple(range(chosen.ndim))
+    if math.isinf(ord):
+        return largest_over(chosen, axes, local).to(dtype)
+    total = summed_over(sum_spec(chosen, 1, axes), local.reshape(1), deterministic)[0]
+    return (total.sqrt() if ord == 2 else total ** (1 / ord)).to(dtype)
+
+
+def power_of(part: torch.Tensor, ord: float = 2.0) -> torch.Tensor:
+    """The sum of the powers of absolute values, or (for infinity) the largest: 0-D, float64."""
+    if part.is_complex():
+        part = torch.view_as_real(part) if ord == 2 else part.abs()
+    norm = torch.linalg.vector_norm(part, ord, dtype=torch.float64)
+    return norm.square() if ord == 2 else norm if math.isinf(ord) else norm**ord
+
+
+def filled_parts(buffer: DBuffer) -> list[torch.Tensor]:
+    """Views of all elements of the local buffer that belong to tensors, in as few pieces as hold them."""
+    return [buffer.local_buffer[part.start : part.end] for part in fact_of(filled_ranges, buffer.spec)]
+
+
+def mesh_of_all(label: str, meshes: Iterable[Mesh], given: Mesh | MeshLike | None) -> Mesh:
+    """The ranks over which something of all of `meshes` is reduced.
+
+    Raises:
+        ValueError: if there is no mesh that contains all others, or the given one does not.
+    """
+    listed = list(meshes)
+    chosen = containing_mesh(listed) if given is None else as_mesh(given)
+    if chosen is None:
+        raise ValueError(
+            f"{label}: none of the meshes {', '.join(map(str, dict.fromkeys(listed)))} contains all others, so ranks would"
+            " disagree; give mesh=, a mesh of all ranks that take part"
+        )
+    for mesh in listed:
+        if not set(mesh.ranks) <= set(chosen.ranks):
+            raise ValueError(f"{label}: mesh={chosen} lacks ranks of {mesh}; give a mesh of all ranks that take part")
+    return chosen
+
+
+def sum_spec(mesh: Mesh, numel: int, axes: tuple[int, ...] | None = None) -> BufferSpec:
+    """A buffer of some numbers that are to be summed over all axes, or over `axes`, of a mesh."""
+    placements = [Partial("sum") if axes is None or axis in axes else Replicate() for axis in range(mesh.ndim)]
+    return BufferSpec(mesh, placements, GlobalLayout([(numel,)], [0], numel, [0]))
+
+
+def summed_over(spec: BufferSpec, numbers: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+    """The sums of 1-D `numbers` over the ranks, as `sum_spec` says: one all-reduce per axis."""
+    whole = tuple(Replicate() for _ in spec.placements)
+    return DBuffer(spec, numbers).redistribute(whole, deterministic=deterministic).local_buffer
+
+
+def largest_over(mesh: Mesh, axes: tuple[int, ...], number: torch.Tensor) -> torch.Tensor:
+    """The largest of the ranks' 0-D numbers: one all-gather per axis, of the last axes. NaN is larger than all."""
+    count = math.prod(mesh.size(axis) for axis in axes)
+    placements = [RowAtomic() if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    buffer = DBuffer(BufferSpec(mesh, placements, build_for_row_atomic([(count,)], count)), number.reshape(1))
+    return buffer.redistribute([Replicate()] * mesh.ndim).local_buffer.max()
 
 
 def _check(leaf: object) -> None:
@@ -60,16 +135,3 @@ def _check(leaf: object) -> None:
         raise TypeError(f"global_norm: {leaf} holds no floating-point numbers; cast it first")
     if any(isinstance(placement, Partial) for placement in leaf.placements):
         raise ValueError(f"global_norm: {leaf} is not summed yet; reduce_scatter or allreduce its Partial axes first")
-
-
-def _square(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    real = torch.view_as_real(part) if part.is_complex() else part
-    return torch.linalg.vector_norm(real, dtype=dtype).square()
-
-
-def _sum_over(mesh: Mesh, axes: tuple[int, ...], local: torch.Tensor, deterministic: bool) -> torch.Tensor:
-    """The sum of one number per shard: the ranks of one copy of a buffer add theirs, other axes hold the same."""
-    one = GlobalLayout([(1,)], [0], 1, [0])
-    placements = [Partial("sum") if axis in axes else Replicate() for axis in range(mesh.ndim)]
-    numbers = DBuffer.from_local(local.reshape(1), mesh, placements, one)
-    return numbers.redistribute([Replicate()] * mesh.ndim, deterministic=deterministic).local_buffer[0]

@@ -55,8 +55,7 @@ def _named(fact: Any) -> Any:
     if isinstance(fact, Collective):
         return remember(fact)
     if isinstance(fact, BufferSpec):
-        setattr(_SPECS, f"spec_{fact.key}", fact)
-        return f"spec_{fact.key}"
+        return name_spec(fact)
     if isinstance(fact, tuple) and not isinstance(fact, Range):
         return tuple(map(_named, fact))
     return fact
@@ -66,3 +65,9 @@ def spec_of(fact: BufferSpec | str) -> BufferSpec:
     """The spec that a fact holds."""
     # An attribute of a global has a source, so that Dynamo can guard what is done with it; a constant has none.
     return getattr(_SPECS, fact) if isinstance(fact, str) else fact
+
+
+def name_spec(spec: BufferSpec) -> str:
+    """A constant that `spec_of` resolves, for functions that run while tracing."""
+    setattr(_SPECS, f"spec_{spec.key}", spec)
+    return f"spec_{spec.key}"

@@ -167,5 +167,39 @@ def held_tensors(spec: BufferSpec) -> tuple[int, ...]:
     return tuple(sorted(i for i, _ in spec.layout.tensors_in(spec.local_range)))
 
 
+def filled_ranges(spec: BufferSpec) -> tuple[Range, ...]:
+    """The elements of the local buffer that belong to tensors; see `BufferSpec.filled`."""
+    return spec.filled
+
+
+def stored_pieces(spec: BufferSpec) -> tuple[tuple[int, int], ...]:
+    """What fills the local buffer, in order: ``(tensor index, number of elements)``, with index -1 for padding."""
+    pieces: list[tuple[int, int]] = []
+    cursor = spec.local_range.start
+    for i, part in spec.layout.tensors_in(spec.local_range):
+        start = spec.layout.tensor_to_offset[i] + part.start
+        pieces += [(-1, start - cursor)] * (start > cursor)
+        pieces.append((i, part.numel))
+        cursor = start + part.numel
+    rest = spec.local_range.start + spec.local_numel - cursor
+    return (*pieces, *[(-1, rest)] * (rest > 0))
+
+
+def logical_shapes(spec: BufferSpec) -> tuple[tuple[int, ...], ...]:
+    """The full shapes of the layout's tensors."""
+    return tuple(map(tuple, spec.layout.tensor_shapes))
+
+
+def counts_once(spec: BufferSpec) -> bool:
+    """Whether this rank speaks for its replicas: it is the first of those that hold the same elements."""
+    return is_first_replica(spec.mesh, spec.placements)
+
+
+def is_first_replica(mesh: Mesh, placements: Sequence[Placement]) -> bool:
+    """Whether this rank is the first on every axis that replicates."""
+    here = mesh.coordinate()
+    return not any(here[axis] for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
+
+
 # Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
 _BY_KEY: WeakValueDictionary[str, BufferSpec] = WeakValueDictionary()

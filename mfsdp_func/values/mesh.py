@@ -228,8 +228,20 @@ def as_mesh(mesh: "Mesh | MeshLike") -> Mesh:
         raise ValueError(f"{mesh!r}: a grid of shape {shape} contradicts ndim {mesh.ndim} and size {mesh.size()}")
     value = Mesh(shape, getattr(mesh, "mesh_dim_names", None), flat, mesh.get_rank())
     if groups := _group_names(mesh):
-        _GROUPS[value] = groups
+        set_group_names(value, groups)
     return value
+
+
+def containing_mesh(meshes: Iterable[Mesh]) -> Mesh | None:
+    """The one of `meshes` that contains the ranks of all others, the same on all its ranks; None where there is none.
+
+    >>> containing_mesh([Mesh(2, ranks=(0, 2)), Mesh((2, 2))])
+    Mesh(axis0=2, axis1=2, ranks=(0, 1, 2, 3), rank=None)
+    """
+    distinct = sorted(dict.fromkeys(meshes), key=lambda mesh: (-mesh.size(), mesh.ndim, mesh.axis_names, mesh.ranks))
+    if not distinct or not all(set(mesh.ranks) <= set(distinct[0].ranks) for mesh in distinct):
+        return None
+    return distinct[0]
 
 
 def group_names(mesh: Mesh) -> tuple[str, ...]:
@@ -238,6 +250,11 @@ def group_names(mesh: Mesh) -> tuple[str, ...]:
     Groups are no part of the value: equal meshes share those of the `DeviceMesh` that was converted last.
     """
     return _GROUPS.get(mesh, ())
+
+
+def set_group_names(mesh: Mesh, names: tuple[str, ...]) -> None:
+    """Let the process groups of these names serve a mesh; see `group_names`."""
+    _GROUPS[mesh] = names
 
 
 _GROUPS: dict[Mesh, tuple[str, ...]] = {}
