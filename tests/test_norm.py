@@ -163,3 +163,64 @@ def test_one_number_per_sharded_axis() -> None:
 def test_refused(leaf: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         mf.global_norm([leaf()])
+
+
+def experts(mesh: Mesh) -> tuple[mf.DBuffer, mf.DBuffer]:
+    """A dense buffer of 4 ones on all four ranks, and this column's experts: of ranks 0 and 2 ones, of 1 and 3 twos."""
+    dense = mf.DBuffer.distribute_tensors([torch.ones(4)], mesh, [ROWS], mf.build_for_row_atomic([(4,)], 4))
+    column = mesh.get_rank() % 2
+    own = Mesh(2, ranks=(column, column + 2), rank=mesh.get_rank())
+    value = torch.full((4, 1), float(column + 1))
+    return dense, mf.DBuffer.distribute_tensors([value], own, [ROWS], mf.build_for_row_atomic([(4, 1)], 2))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_meshes_within_a_mesh(deterministic: bool) -> None:
+    """Other columns hold other experts, so all of them count: 4 + 4 * 1 + 4 * 4."""
+
+    def program(mesh: Mesh) -> float:
+        return float(mf.global_norm(experts(mesh), deterministic=deterministic))
+
+    simulation = mf.simulate(program, 4)
+    assert {round(norm**2, 5) for norm in simulation.results.values()} == {24.0}
+    assert {sent.operation for sent in simulation.trace} == {"allreduce over 'axis0'"}
+
+
+def test_experts_alone_need_the_mesh_of_all() -> None:
+    def program(mesh: Mesh) -> tuple[float, float]:
+        _, alone = experts(mesh)
+        return float(mf.global_norm(alone)) ** 2, float(mf.global_norm(alone, mesh=mesh)) ** 2
+
+    for rank, (column, total) in mf.simulate(program, 4).results.items():
+        assert (round(column, 5), round(total, 5)) == (16 if rank % 2 else 4, 20)
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+@pytest.mark.parametrize("ord", [1, 2, 3, math.inf])
+def test_orders(shape: tuple[int, ...], ord: float) -> None:
+    given = all_kinds(Mesh(shape))
+    for buffers in (given, given[: 1 + len(shape)], given[:1]):
+        flat = torch.cat([dense(layout, seed, dtype).nan_to_num() for layout, _, seed, dtype in buffers])
+
+        def program(mesh: Mesh, buffers: Local = buffers) -> float:
+            return float(mf.global_norm(buffers_of(mesh, buffers), ord=ord))
+
+        for value in mf.simulate(program, shape, poison=True).results.values():
+            assert value == pytest.approx(float(torch.linalg.vector_norm(flat, ord)), rel=1e-12)
+
+
+def test_meshes_side_by_side_are_refused() -> None:
+    def program(mesh: Mesh) -> None:
+        rank = mesh.get_rank()
+        pairs = [Mesh(2, ranks=ranks, rank=rank) for ranks in ((0, 1), (0, 2)) if rank in ranks]
+        layout = mf.build_for_row_atomic([(4, 1)], 2)
+        buffers = [mf.DBuffer.distribute_tensors([torch.ones(4, 1)], pair, [ROWS], layout) for pair in pairs]
+        if rank == 0:
+            with pytest.raises(ValueError, match="contains all others, so ranks would disagree; give mesh="):
+                mf.global_norm(buffers)
+            with pytest.raises(ValueError, match="lacks ranks of"):
+                mf.global_norm(buffers, mesh=pairs[0])
+        with pytest.raises(ValueError, match=r"ord must be a positive number or math\.inf, got 0"):
+            mf.global_norm(buffers, ord=0)
+
+    mf.simulate(program, 3)
