@@ -1,6 +1,6 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
-from mfsdp_func import inplace, optim
+from mfsdp_func import checkpoint, inplace, optim
 from mfsdp_func.effects.agreement import agreement_check
 from mfsdp_func.effects.simulated import Simulation, SimulationError, simulate
 from mfsdp_func.effects.token import Token
@@ -70,6 +70,7 @@ __all__ = [
     "build_for_tensor_atomic",
     "build_row_atomic_layout",
     "changed_mesh_axis",
+    "checkpoint",
     "finer_view",
     "fully_shard",
     "gather",

@@ -16,7 +16,7 @@ LAYERS = (
     ("plans", ("plans",)),
     ("effects", ("effects",)),
     ("operations", ("operations",)),
-    ("training", ("fsdp", "optim")),
+    ("training", ("fsdp", "optim", "checkpoint")),
     ("edges", ("inplace", "report", "testing", "__main__", "__init__")),
 )
 """A module may import from its own layer and from those above it in this list."""

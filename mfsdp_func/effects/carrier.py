@@ -101,6 +101,10 @@ class Carrier(Protocol):
         """Take note that `outputs` are in flight; the function returned ends that, before they are waited for."""
         ...
 
+    def world(self) -> Mesh:
+        """All ranks that there are, along one axis."""
+        ...
+
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         """Records of equal length, one from each rank, in mesh order."""
         ...
@@ -123,3 +127,13 @@ def carrier_of(mesh: Mesh) -> Carrier:
     from mfsdp_func.effects.process_group import PROCESS_GROUPS
 
     return PROCESS_GROUPS
+
+
+def world() -> Mesh:
+    """All ranks that there are, as a mesh of one axis: of the simulated mesh, the default process group, or just one."""
+    simulated = SIMULATED.get()
+    if simulated is not None:
+        return simulated.carrier.world()
+    from mfsdp_func.effects.process_group import PROCESS_GROUPS
+
+    return PROCESS_GROUPS.world()

@@ -93,6 +93,11 @@ class ProcessGroups:
     def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
         return _nothing
 
+    def world(self) -> Mesh:
+        if not dist.is_available() or not dist.is_initialized():
+            return Mesh(1, rank=0)
+        return Mesh(dist.get_world_size(), rank=dist.get_rank())
+
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         if mesh.size() == 1:
             return [record]

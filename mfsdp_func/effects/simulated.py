@@ -325,6 +325,9 @@ class _SimulatedCarrier:
     ) -> Callable[[], None] | None:
         return None
 
+    def world(self) -> Mesh:
+        return Mesh(self._state.mesh.size(), ranks=self._state.mesh.ranks, rank=self._state.id)
+
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         mine = self._state.gathers.setdefault(mesh.digest, [])
         number = len(mine)

@@ -1,0 +1,14 @@
+"""Checkpoints that cannot lie: whole or not at all, checked before they are believed, read by any number of ranks."""
+
+from mfsdp_func.checkpoint.error import CheckpointError
+from mfsdp_func.checkpoint.loading import load, spec_of
+from mfsdp_func.checkpoint.saving import save
+from mfsdp_func.checkpoint.shards import Shards
+
+__all__ = [
+    "CheckpointError",
+    "Shards",
+    "load",
+    "save",
+    "spec_of",
+]

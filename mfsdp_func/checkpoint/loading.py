@@ -1,0 +1,356 @@
+"""Reading a checkpoint into new values of any layout: checked before anything is believed, whole or not at all."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from mfsdp_func.checkpoint.boxes import find_fault
+from mfsdp_func.checkpoint.consensus import agree, all_ranks, share, together
+from mfsdp_func.checkpoint.dcp import Wanted, box_of, read_into, read_metadata
+from mfsdp_func.checkpoint.error import CheckpointError, listed
+from mfsdp_func.checkpoint.manifest import Manifest, read_manifest
+from mfsdp_func.checkpoint.names import Entry, check_names, entries_of, leaves_of
+from mfsdp_func.checkpoint.saving import Progress, per_rank
+from mfsdp_func.checkpoint.shards import Shards
+from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.mesh import Mesh, MeshLike
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+"""A name in the file -> the name in the state. Of a mapping, a key may also be the first words of names."""
+
+Only: TypeAlias = str | Iterable[str] | Callable[[str], bool]
+"""Which names of the state are loaded: names, their first words, patterns with ``*``, or a function of the name."""
+
+
+class Found(NamedTuple):
+    """Where an entry's value is in the file.
+
+    Attributes:
+        names: in the file; several, if the file has the value under each parameter, where they must be equal.
+        shape: in the file; None for a plain value.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size | None
+
+
+class Folder(NamedTuple):
+    """A checkpoint on disk, as far as it was read."""
+
+    path: Path
+    manifest: Manifest | None
+    metadata: Metadata
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """Read manifest and metadata.
+
+    Raises:
+        CheckpointError: if something is missing, or not as it was written.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    return Folder(folder, manifest, read_metadata(folder, manifest))
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    names: Any = None,
+    rename: Rename | None = None,
+    only: Only | None = None,
+    cast: bool = False,
+    mesh: Mesh | MeshLike | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """New values like `like`, with the elements that a checkpoint holds. Every rank calls.
+
+    The number of ranks, layouts, meshes, owners and groups may be others than those of the save. Folders that
+    `torch.distributed.checkpoint` wrote are read, too; they have no hashes to be checked.
+
+    Args:
+        path: the folder.
+        like: a state whose names, shapes, dtypes and placements the result has. It may hold no memory: see `spec_of`.
+        names: of the buffers in `like`; see `save`.
+        rename: what names in the file are called in the state; see `Rename`.
+        only: load just these; all else comes from `like`, and what else the file holds is left; see `Only`.
+        cast: convert other dtypes than those of `like`, as ``tensor.to`` does.
+        mesh: the ranks that call; by default all of the process group (or of the simulated mesh).
+        device: of values that `like` has on the meta device; by default where the ranks' carrier has its tensors.
+        progress: called with the bytes that this rank has read, and those that it has to read.
+
+    Returns:
+        A new state; nothing of `like` is written, or shared but where `only` leaves it out. Padding is zero.
+
+    Raises:
+        CheckpointError: alike on all ranks: bytes that are not as they were written; missing or surplus names; another
+            shape or dtype; a hole, an overlap.
+
+    Effects: communication of a few KiB; each rank reads what it needs of its own elements, in blocks of 4 MiB.
+    """
+    ranks = all_ranks(mesh)
+    what = f"load from {Path(path)}"
+    wanted = _chooser(only)
+
+    def look() -> tuple[Folder, list[Entry], dict[str, Found], list[str]]:
+        folder = open_folder(path)
+        entries = entries_of(like, names, ranks)
+        check_names(entries)
+        found, surplus = match(folder.metadata, entries, rename, wanted, cast, ranks)
+        return folder, entries, found, surplus
+
+    folder, entries, found, surplus = together(ranks, what, look)
+    _refuse_surplus(ranks, what, surplus, folder)
+    return together(ranks, what, lambda: _read(folder, like, names, entries, found, ranks, device, progress))
+
+
+def match(
+    metadata: Metadata, entries: Sequence[Entry], rename: Rename | None, wanted: Callable[[str], bool], cast: bool, mesh: Mesh
+) -> tuple[dict[str, Found], list[str]]:
+    """Where each wanted entry is in a file, and which names of the file are no entry's.
+
+    Raises:
+        CheckpointError: naming all that is missing, of another shape or dtype, or broken.
+    """
+    stored: Mapping[str, Any] = metadata.state_dict_metadata
+    called = _renamed(stored, rename)
+    problems: list[str] = []
+    found: dict[str, Found] = {}
+    known: set[str] = set()
+    for entry in entries:
+        if not wanted(entry.name):
+            known |= {entry.name, *entry.aliases}
+            continue
+        sources = _sources(entry, called, mesh, problems)
+        known |= {entry.name, *entry.aliases, *(name for name in called if _is_per_rank(name, entry.name))}
+        if sources is None:
+            continue
+        shapes = [_check(entry, stored[name], cast, problems) for name in sources]
+        found[entry.name] = Found(tuple(sources), shapes[0])
+    if problems:
+        raise CheckpointError(f"the state and the file do not fit:{listed(problems)}", problems)
+    return found, [name for name in called if name not in known and wanted(name)]
+
+
+def _sources(entry: Entry, called: Mapping[str, str], mesh: Mesh, problems: list[str]) -> list[str] | None:
+    if entry.name in called:
+        return [called[entry.name]]
+    if entry.aliases and all(alias in called for alias in entry.aliases):
+        return [called[alias] for alias in entry.aliases]
+    if not entry.shared:
+        problems.append(f"{entry.name!r}: is missing in the file{_hint(entry.name, called)}")
+        return None
+    count = sum(_is_per_rank(name, entry.name) for name in called)
+    if not count:
+        problems.append(f"{entry.name!r}: is missing in the file{_hint(entry.name, called)}")
+    elif count != mesh.size():
+        problems.append(
+            f"{entry.name!r}: each of {count} ranks saved a value of its own, and there are {mesh.size()} ranks now; leave"
+            " it out, or rename one of them"
+        )
+    else:
+        return [called[per_rank(entry.name, mesh.ranks.index(mesh.get_rank()))]]
+    return None
+
+
+def _hint(name: str, called: Mapping[str, str]) -> str:
+    last = name.rpartition(".")[2]
+    near = [other for other in called if other.endswith(name) or name.endswith(other)] or [
+        other for other in called if other.rpartition(".")[2] == last
+    ]
+    return f" (it has {near[0]!r}: see rename)" if near else ""
+
+
+def _is_per_rank(name: str, base: str) -> bool:
+    return name.startswith(f"{base}.rank") and name[len(base) + 5 :].isdecimal()
+
+
+def _check(entry: Entry, stored: Any, cast: bool, problems: list[str]) -> torch.Size | None:
+    """The shape in the file; what is wrong with it goes to `problems`."""
+    if not isinstance(stored, TensorStorageMetadata):
+        if entry.is_tensor:
+            problems.append(f"{entry.name!r}: is no tensor in the file, expected {entry.dtype} {tuple(entry.shape or ())}")
+        return None
+    if not entry.is_tensor:
+        problems.append(f"{entry.name!r}: is a tensor in the file, expected a {type(entry.value).__name__}")
+        return None
+    shape, size = entry.shape or torch.Size(()), torch.Size(stored.size)
+    if size != shape and not (entry.loose and _same_rows(size, shape)):
+        problems.append(f"{entry.name!r}: has shape {tuple(size)} in the file, expected {tuple(shape)}")
+    elif fault := find_fault(size, [box_of(chunk) for chunk in stored.chunks]):
+        problems.append(f"{entry.name!r}: {fault}")
+    if stored.properties.dtype != entry.dtype and not cast:
+        problems.append(
+            f"{entry.name!r}: is {stored.properties.dtype} in the file, expected {entry.dtype}; cast=True converts"
+        )
+    return size
+
+
+def _same_rows(logical: torch.Size, laid_out: torch.Size) -> bool:
+    """Whether a layout may have written a logical shape so: 0-D as one row, or all dims but the last as rows."""
+    if not logical or not laid_out:
+        return {logical, laid_out} == {torch.Size(()), torch.Size((1,))}
+    return logical.numel() == laid_out.numel() and logical[-1] == laid_out[-1]
+
+
+def _renamed(stored: Iterable[str], rename: Rename | None) -> dict[str, str]:
+    """Name in the state -> name in the file.
+
+    Raises:
+        CheckpointError: on a key that is no name in the file, or two names that become one.
+    """
+    called: dict[str, str] = {}
+    used: set[str] = set()
+    for name in stored:
+        new = name
+        if isinstance(rename, Mapping):
+            words = name.split(".")
+            heads = (".".join(words[:count]) for count in range(len(words), 0, -1))
+            head = next((head for head in heads if head in rename), None)
+            if head is not None:
+                used.add(head)
+                new = (rename[head] + name[len(head) :]).strip(".")
+        elif rename is not None:
+            new = rename(name)
+        if new in called:
+            raise CheckpointError(f"rename: {called[new]!r} and {name!r} both become {new!r}")
+        called[new] = name
+    if isinstance(rename, Mapping) and (unused := [key for key in rename if key not in used]):
+        raise CheckpointError(
+            f"rename: {unused[0]!r} is no name in the file, nor the first words of one; keys are names in the file, values"
+            " names in the state"
+        )
+    return called
+
+
+def _chooser(only: Only | None) -> Callable[[str], bool]:
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        return only
+    listed_ = (only,) if isinstance(only, str) else tuple(only)
+
+    def chosen(name: str) -> bool:
+        return any(name == word or name.startswith(f"{word}.") or fnmatchcase(name, word) for word in listed_)
+
+    return chosen
+
+
+def _refuse_surplus(mesh: Mesh, what: str, surplus: Sequence[str], folder: Folder) -> None:
+    """Raise on all ranks if the file holds what no rank asks for, or ranks see different files."""
+    stored = sorted(folder.metadata.state_dict_metadata)
+    places = {name: place for place, name in enumerate(stored)}
+    seen = folder.manifest.encode()[-65:-1].decode() if folder.manifest else str(len(stored))
+    records = share(mesh, [seen, sorted(places.get(name, -1) for name in surplus)])
+    if len({record[0] for record in records.values()}) > 1:
+        raise CheckpointError(f"{what}: ranks see different checkpoints there; the folder must be shared by all ranks")
+    common = set.intersection(*(set(record[1]) for record in records.values()))
+    problems = [f"{stored[place]!r}: is in the file, but not in the state" for place in sorted(common)]
+    if problems:
+        raise CheckpointError(
+            f"{what}: the file holds more than the state, see only= and rename=:{listed(problems)}", problems
+        )
+
+
+def _read(
+    folder: Folder,
+    like: Any,
+    names: Any,
+    entries: Sequence[Entry],
+    found: Mapping[str, Found],
+    mesh: Mesh,
+    device: torch.device | str | None,
+    progress: Progress | None,
+) -> Any:
+    by_leaf: dict[int, list[Entry]] = {}
+    for entry in entries:
+        by_leaf.setdefault(entry.leaf, []).append(entry)
+    pairs, structure = leaves_of(like)
+    place = torch.device(device) if device is not None else carrier_of(mesh).device(mesh)
+    leaves: list[Any] = []
+    for number, (path, leaf) in enumerate(pairs):
+        asked = [entry.name in found for entry in by_leaf.get(number, ())]
+        if not any(asked) and asked:
+            leaves.append(leaf)
+            continue
+        leaves.append(_fresh(leaf, place, keep=not all(asked), where=pytree.keystr(path)))
+    fresh = pytree.tree_unflatten(leaves, structure)
+    wanted: list[Wanted] = []
+    objects: dict[str, Entry] = {}
+    for entry in entries_of(fresh, names, mesh):
+        if entry.name not in found:
+            continue
+        where = found[entry.name]
+        if not entry.is_tensor:
+            objects[where.names[0]] = entry
+        elif len(where.names) > 1:
+            _read_equal(folder, entry, where)
+        elif where.shape is not None and where.shape.numel():
+            wanted.append(Wanted(where.names[0], entry.pieces(where.shape)))
+    got = read_into(folder.path, folder.manifest, folder.metadata, wanted, list(objects), progress)
+    for name, entry in objects.items():
+        leaves[entry.leaf] = got[name]
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _read_equal(folder: Folder, entry: Entry, where: Found) -> None:
+    """Fill a number that the file has under each parameter."""
+    values = [torch.empty_like(entry.value.view(())) for _ in where.names]
+    wanted = [Wanted(name, entry.pieces()[:0]) for name in where.names]
+    box = entry.pieces()[0][0]
+    wanted = [Wanted(name, [(box, value)]) for name, value in zip(where.names, values, strict=True)]
+    read_into(folder.path, folder.manifest, folder.metadata, wanted, [])
+    for name, value in zip(where.names, values, strict=True):
+        if not torch.equal(value, values[0]):
+            raise CheckpointError(
+                f"{entry.name!r} is one number in the state, but {where.names[0]!r} and {name!r} differ in the file"
+            )
+    entry.value.copy_(values[0].view(-1))
+
+
+@torch.no_grad()
+def _fresh(leaf: Any, device: torch.device, *, keep: bool, where: str) -> Any:
+    """New memory for a leaf: zeros, or with `keep` a copy of its elements."""
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if keep and tensor.is_meta:
+            raise CheckpointError(f"only= loads a part of {where}, and the rest of it is on the meta device")
+        target = device if tensor.is_meta else tensor.device
+        new = torch.zeros(tensor.shape, dtype=tensor.dtype, device=target)
+        if keep:
+            new.copy_(tensor)
+        return new.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    if isinstance(leaf, DBuffer):
+        return DBuffer(leaf.spec, made(leaf.local_buffer))
+    if isinstance(leaf, Shards):
+        return pytree.tree_map(made, leaf)
+    if isinstance(leaf, DTensor):
+        return DTensor.from_local(
+            made(leaf.to_local()),
+            leaf.device_mesh,
+            leaf.placements,
+            run_check=False,
+            shape=leaf.shape,
+            stride=leaf.stride(),
+        )
+    return made(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def spec_of(state: Any) -> Any:
+    """The same state without memory, for `load`: tensors on the meta device, plain values as they are.
+
+    >>> spec_of({"weight": torch.ones(2), "step": 3})
+    {'weight': tensor(..., device='meta', size=(2,)), 'step': 3}
+    """
+    return pytree.tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf, state)

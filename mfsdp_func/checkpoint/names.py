@@ -1,0 +1,380 @@
+"""What a state consists of, by name: every tensor with its logical shape, and this rank's part of it.
+
+A name is the keys and positions on the way through the pytree, then the parameter, then the fields (of named tuples):
+``{"optimizer": AdamWState(exp_avg={"layers.0": buffer}, ...)}`` gives ``optimizer.layers.0.wq.weight.exp_avg``. The key
+of a group and the index of a tensor are no part of it, since other layouts group otherwise.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
+
+from mfsdp_func.checkpoint.boxes import Box, boxes_of, split_boxes
+from mfsdp_func.checkpoint.error import CheckpointError
+from mfsdp_func.checkpoint.shards import Shards
+from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.buffer_spec import local_part, local_view
+from mfsdp_func.values.layout import GlobalLayout
+from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.placement import Partial, Placement, Replicate, shard_axes
+from mfsdp_func.values.ranges import Range, intersect_ranges
+
+
+class GroupNames(NamedTuple):
+    """The parameters of one buffer.
+
+    Attributes:
+        names: tensor index -> parameter.
+        shapes: their logical shapes; empty where the layout's are all that is known.
+        ties: parameter -> its further names.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...] = ()
+    ties: Mapping[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named value, and what this rank has of it.
+
+    Attributes:
+        name: in the file.
+        leaf: position of the value among the leaves of the state.
+        value: the tensor with this rank's elements (flat for a part), or the plain value itself.
+        shape: the logical shape; None for a plain value.
+        part: which elements this rank has, in row-major order; None where `box` says it.
+        box: what this rank has of a tensor cut along its dims.
+        writes: whether this rank writes its elements; False on all replicas but one.
+        shared: whether all ranks are expected to hold the value alike.
+        loose: whether `shape` is a layout's, which may write a parameter's shape otherwise.
+        aliases: further names.
+    """
+
+    name: str
+    leaf: int
+    value: Any
+    shape: torch.Size | None
+    part: Range | None = None
+    box: Box | None = None
+    writes: bool = True
+    shared: bool = False
+    loose: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether there is a tensor, not a plain value."""
+        return self.shape is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.value.dtype
+
+    def pieces(self, shape: torch.Size | None = None, most: int | None = None) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of this rank's elements, with views of them.
+
+        Args:
+            shape: of the tensor in the file; by default its own.
+            most: number of elements that a box may have.
+        """
+        whole = shape if shape is not None else self.shape or torch.Size(())
+        if not whole.numel():
+            return [(Box((0,) * len(whole), tuple(whole)), self.value.reshape(whole))]
+        if self.box is None:
+            part = self.part or Range(0, 0)
+            boxes, start, flat = boxes_of(whole, part), part.start, self.value.view(-1)
+        else:
+            boxes, start, flat = [(self.box, Range(0, self.box.numel))], 0, self.value.reshape(-1)
+            boxes = boxes if self.box.numel else []
+        if most is not None:
+            boxes = split_boxes(boxes, most)
+        return [(box, flat[r.start - start : r.end - start].view(box.sizes)) for box, r in boxes]
+
+
+def entries_of(state: Any, names: Any, mesh: Mesh) -> list[Entry]:
+    """Everything in a state by name.
+
+    Args:
+        state: a pytree of `DBuffer`s, `Shards`, DTensors, tensors and plain values.
+        names: see `group_names`.
+        mesh: all ranks that save or load.
+
+    Raises:
+        CheckpointError: on what has no name, two values of one name, or what is no value (a pending sum).
+    """
+    groups = group_names(names)
+    found: list[Entry] = []
+    siblings: dict[str, dict[str, None]] = {}
+    paths: dict[str, str] = {}
+    for leaf, (path, value) in enumerate(leaves_of(state)[0]):
+        if isinstance(value, DBuffer):
+            group, rest = _split_group(path, groups, value)
+            made = list(_buffer_entries(value, group, rest, leaf))
+        elif isinstance(value, Shards):
+            made = list(_shards_entries(value, path, leaf))
+        else:
+            made = [_plain_entry(path, value, leaf, mesh)]
+        for entry in made:
+            if entry.name in paths:
+                raise CheckpointError(
+                    f"two values of the state have the name {entry.name!r}: at {paths[entry.name]} and at"
+                    f" {pytree.keystr(path)}; give them other keys"
+                )
+            paths[entry.name] = pytree.keystr(path)
+        found += made
+        if isinstance(value, (DBuffer, Shards)):
+            for parent, params in _parents(path, made):
+                siblings.setdefault(parent, {}).update(dict.fromkeys(params))
+    return [_with_aliases(entry, siblings, paths) for entry in found]
+
+
+def leaves_of(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Paths and leaves of a state, and its structure: buffers, shards and plain sequences are leaves."""
+    return pytree.tree_flatten_with_path(state, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, (DBuffer, Shards)):
+        return True
+    if type(value) in (list, tuple):
+        return bool(value) and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    return False
+
+
+def group_names(names: Any) -> dict[Any, GroupNames]:
+    """What `names` says about each group.
+
+    Args:
+        names: `ShardedModule.names` (or the `ShardedModule`); a mapping group -> names, one per tensor; or a mapping
+            (group, index) -> name. None says nothing.
+
+    Raises:
+        CheckpointError: if it is none of these.
+    """
+    if names is None:
+        return {}
+    if hasattr(names, "places") and hasattr(names, "bound"):  # a ShardedModule, which knows logical shapes and ties
+        return _names_of_module(names)
+    if isinstance(names, Mapping) and all(isinstance(key, tuple) and len(key) == 2 for key in names) and names:
+        grouped: dict[Any, dict[int, str]] = {}
+        for (group, index), name in names.items():
+            grouped.setdefault(group, {})[index] = name
+        return {group: GroupNames(tuple(own[i] for i in sorted(own))) for group, own in grouped.items()}
+    if isinstance(names, Mapping) and not any(isinstance(given, str) for given in names.values()):
+        found: dict[Any, GroupNames] = {}
+        for group, given in names.items():
+            listed = [given[i] for i in sorted(given)] if isinstance(given, Mapping) else list(given)
+            found[group] = GroupNames(tuple(map(str, listed)))
+        return found
+    raise CheckpointError(
+        f"names: got {type(names).__name__}, expected apply.names or a mapping from group keys to parameter names in order"
+    )
+
+
+def _names_of_module(module: Any) -> dict[Any, GroupNames]:
+    by_place: dict[tuple[str, int], list[str]] = {}
+    for name, place in module.places.items():
+        by_place.setdefault(tuple(place), []).append(name)
+    found: dict[Any, GroupNames] = {}
+    for key, bound in module.bound.items():
+        listed = [by_place[key, i] for i in range(len(bound.shapes))]
+        ties = {first: tuple(rest) for first, *rest in listed if rest}
+        found[key] = GroupNames(tuple(first for first, *_ in listed), tuple(map(torch.Size, bound.shapes)), ties)
+    return found
+
+
+def _split_group(path: Sequence[Any], groups: Mapping[Any, GroupNames], value: DBuffer) -> tuple[GroupNames, list[Any]]:
+    for at in range(len(path) - 1, -1, -1):
+        key = path[at]
+        if isinstance(key, pytree.MappingKey) and key.key in groups:
+            group = groups[key.key]
+            if len(group.names) != len(value.layout.tensor_shapes):
+                raise CheckpointError(
+                    f"the buffer at {pytree.keystr(tuple(path))} has {len(value.layout.tensor_shapes)} tensors, but"
+                    f" names[{key.key!r}] has {len(group.names)}"
+                )
+            return group, [*path[:at], *path[at + 1 :]]
+    where = pytree.keystr(tuple(path)) or "the top"
+    raise CheckpointError(
+        f"the buffer at {where} has no names: buffers know their tensors by index, which other layouts have not."
+        f" Give names=apply.names, or a mapping from its group key to its parameters' names (got groups"
+        f" {sorted(map(repr, groups))})"
+    )
+
+
+def _buffer_entries(buffer: DBuffer, group: GroupNames, path: Sequence[Any], leaf: int) -> Iterator[Entry]:
+    if any(isinstance(placement, Partial) for placement in buffer.placements):
+        raise CheckpointError(
+            f"the buffer at {pytree.keystr(tuple(path))} is {buffer.placements}: a pending sum is no value; reduce it first"
+        )
+    layout, spec = buffer.layout, buffer.spec
+    for i, name in enumerate(group.names):
+        shape = group.shapes[i] if group.shapes else layout.tensor_shapes[i]
+        if shape.numel() != layout.tensor_shapes[i].numel():
+            raise CheckpointError(f"parameter {name!r} has shape {tuple(shape)}, the layout {layout.tensor_shapes[i]}")
+        place, _ = local_view(spec, i)
+        part = local_part(spec, i)
+        yield Entry(
+            _join(path, name),
+            leaf,
+            buffer.local_buffer[place.start : place.start + part.numel],
+            shape,
+            part,
+            writes=_is_writer(spec.mesh, spec.placements, i) and _counts(part, shape, spec.mesh, spec.placements),
+            loose=not group.shapes,
+            aliases=tuple(_join(path, tied) for tied in group.ties.get(name, ())),
+        )
+
+
+def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[Entry]:
+    for group, owners in shards.groups().items():
+        mesh = owners.mesh
+        for i, shape in enumerate(owners.layout.tensor_shapes):
+            key = shards.key(group, i)
+            part = _part_of(owners, i)
+            if key not in shards.tensors:
+                continue
+            name = shards.name_of(group, i)
+            if shards.owned:
+                if mesh.coordinate() != _owner_coordinate(owners, i):
+                    raise CheckpointError(f"{name!r} is said to lie whole on its owner, but this rank does not own it")
+                writes = _is_writer(mesh, owners.placements, i)
+                for inner, tensor in _inner_leaves(shards.tensors[key]):
+                    whole = Range(0, tensor.numel())
+                    yield Entry(_join([*path, *inner], name), leaf, _flat(tensor), tensor.shape, whole, writes=writes)
+                continue
+            writes = _is_writer(mesh, owners.placements, i) and _counts(part, shape, mesh, owners.placements)
+            for inner, tensor in _inner_leaves(shards.tensors[key]):
+                full = _join([*path, *inner], name)
+                if tensor.numel() != part.numel:
+                    raise CheckpointError(
+                        f"{full!r}: this rank's shard has {tensor.numel()} elements, its layout gives it {part.numel} of"
+                        f" {tuple(shape)}; a tensor that its owner alone holds goes in with Shards(..., owned=True)"
+                    )
+                yield Entry(full, leaf, _flat(tensor), shape, part, writes=writes, loose=True)
+
+
+def _inner_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield (), value
+        return
+    for path, tensor in pytree.tree_flatten_with_path(value)[0]:
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"Shards: {pytree.keystr(path)} holds a {type(tensor).__name__}, expected tensors")
+        yield tuple(pytree.GetAttrKey(_word(key)) for key in path), tensor  # below the parameter all are fields
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _part_of(owners: GroupOwnerLayout, index: int) -> Range:
+    return _part(owners.layout, owners.layout.get_local_range(owners.mesh, owners.placements), index)
+
+
+def _part(layout: GlobalLayout, local: Range, index: int) -> Range:
+    whole = layout.get_tensor_range(index)
+    met = intersect_ranges(whole, local)
+    return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
+
+
+def _owner_coordinate(owners: GroupOwnerLayout, index: int) -> tuple[int, ...]:
+    """Where the tensor's owner for this rank's replica group stands."""
+    if index not in owners.tensor_to_owner:
+        raise CheckpointError(f"Shards: tensor {index} has no owner, so that none can hold it whole")
+    axes = shard_axes(owners.placements)
+    owner = owners.mesh.coordinate(owners.tensor_to_owner[index])
+    return tuple(owner[a] if a in axes else c for a, c in enumerate(owners.mesh.coordinate()))
+
+
+def _is_writer(mesh: Mesh, placements: Sequence[Placement], index: int) -> bool:
+    """Whether this rank's replica writes a tensor: replicas take turns, which all ranks know without a word."""
+    axes, copies, own = shard_axes(placements), 1, 0
+    for axis, digit in enumerate(mesh.coordinate()):
+        if axis not in axes:
+            copies, own = copies * mesh.size(axis), own * mesh.size(axis) + digit
+    return index % copies == own
+
+
+def _counts(part: Range, shape: torch.Size, mesh: Mesh, placements: Sequence[Placement]) -> bool:
+    """Whether there is something to write; a tensor without elements is written by the first shard."""
+    return bool(part.numel) or (not shape.numel() and not mesh.shard_index(shard_axes(placements)))
+
+
+def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entry:
+    name = _join(path, "")
+    if isinstance(value, torch.Tensor):
+        for key in path:
+            if isinstance(key, pytree.MappingKey) and not isinstance(key.key, str):
+                raise CheckpointError(
+                    f"the tensor at {pytree.keystr(tuple(path))} goes by {key.key!r}, an index that other layouts have not."
+                    " Bare shards go in as checkpoint.Shards(dict, owner_layout, names); else give keys that are names"
+                )
+    if isinstance(value, DTensor):
+        if any(isinstance(placement, Partial) for placement in value.placements):
+            raise CheckpointError(f"{name!r} is {value.placements}: a pending sum is no value; reduce it first")
+        sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        here = value.device_mesh.get_coordinate() or [0]
+        copies = [c for c, placement in zip(here, value.placements, strict=True) if isinstance(placement, Replicate)]
+        box = Box(tuple(offsets), tuple(sizes))
+        return Entry(name, leaf, value.to_local().detach(), value.shape, None, box, writes=not any(copies))
+    if isinstance(value, torch.Tensor):
+        return Entry(name, leaf, _flat(value), value.shape, Range(0, value.numel()), shared=True)
+    return Entry(name, leaf, value, None, shared=True)
+
+
+def _with_aliases(entry: Entry, siblings: Mapping[str, Mapping[str, None]], paths: Mapping[str, str]) -> Entry:
+    """A number that belongs to all parameters beside it (``step``) is also found under each of them, as torch has it."""
+    if not entry.shared or entry.shape != torch.Size(()):
+        return entry
+    parent, _, field = entry.name.rpartition(".")
+    found = [f"{param}.{field}" for param in siblings.get(parent, ())]
+    return Entry(
+        **{**entry.__dict__, "aliases": (*entry.aliases, *(name for name in found if name not in paths))}
+    )
+
+
+def _parents(path: Sequence[Any], made: Sequence[Entry]) -> Iterator[tuple[str, list[str]]]:
+    fields = [key for key in path if isinstance(key, pytree.GetAttrKey)]
+    if not fields:
+        return
+    prefix = ".".join(_word(key) for key in path[: path.index(fields[0])])
+    suffix = "." + ".".join(map(_word, fields))
+    yield prefix, [entry.name.removesuffix(suffix) for entry in made if entry.name.endswith(suffix)]
+
+
+def _join(path: Sequence[Any], param: str) -> str:
+    """Keys and positions, then the parameter, then fields."""
+    keys = [_word(key) for key in path if not isinstance(key, pytree.GetAttrKey)]
+    fields = [_word(key) for key in path if isinstance(key, pytree.GetAttrKey)]
+    return ".".join(word for word in (*keys, param, *fields) if word) or "state"
+
+
+def _word(key: Any) -> str:
+    if isinstance(key, pytree.MappingKey):
+        return str(key.key)
+    if isinstance(key, pytree.SequenceKey):
+        return str(key.idx)
+    return str(key.name)
+
+
+def check_names(entries: Sequence[Entry]) -> None:
+    """See `entries_of`; names and aliases together must be different, too.
+
+    Raises:
+        CheckpointError: naming one that stands twice.
+    """
+    seen: set[str] = set()
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            if name in seen:
+                raise CheckpointError(f"two values of the state have the name {name!r}; give them other keys")
+            seen.add(name)

@@ -1,0 +1,367 @@
+"""Writing a checkpoint: every rank its own files, rank 0 the rest; published whole or not at all.
+
+All files go into a hidden folder beside the final one. Each rank writes its data, then a record of it; when all records
+are there, rank 0 makes the metadata and the manifest, and renames the folder. Everything is brought to the disk before
+what refers to it is (`fsync`), which orders what a loss of power can leave behind; that order is not proved here.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from mfsdp_func.checkpoint import manifest as manifests
+from mfsdp_func.checkpoint.boxes import find_fault
+from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, share, together
+from mfsdp_func.checkpoint.dcp import METADATA, Stored, make_metadata
+from mfsdp_func.checkpoint.error import CheckpointError, listed
+from mfsdp_func.checkpoint.manifest import FileRecord, HashingFile, Manifest, sync_folder, write_file
+from mfsdp_func.checkpoint.names import Entry, check_names, entries_of
+from mfsdp_func.checkpoint.staging import Staging
+from mfsdp_func.values.mesh import Mesh, MeshLike
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that this rank has done, and the bytes that it has to do in all."""
+
+PIECE_NBYTES = 64 * 1024 * 1024
+"""Larger boxes are cut, so that who reads a part of a tensor reads little more than that."""
+
+_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's share of one save.
+
+    Attributes:
+        path: where the checkpoint will be.
+        folder: where it is until then.
+        mesh: all ranks.
+        entries: what this rank writes, in order.
+        late: names of large values whose equality on all ranks is compared at the end, by hashes of their elements.
+    """
+
+    path: Path
+    folder: Path
+    mesh: Mesh
+    entries: tuple[Entry, ...]
+    late: tuple[Entry, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """This rank's place among all ranks."""
+        return self.mesh.ranks.index(self.mesh.get_rank())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank publishes."""
+        return self.position == 0
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    names: Any = None,
+    mesh: Mesh | MeshLike | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint of a state to a new folder. Every rank calls; it is there on return, on all of them.
+
+    `torch.distributed.checkpoint` reads it, too. A tensor cut over ranks is one tensor in the file, of its logical shape,
+    to be read by any number of ranks in any layout. What ranks hold alike is written once. Values that are no floating
+    point and differ between ranks (random states, positions in data) are written for each rank.
+
+    Args:
+        path: a folder that does not exist yet; its parents are made.
+        state: a pytree of `DBuffer`s, `Shards`, DTensors, tensors and plain values (numbers, strings, lists of them).
+            See `mfsdp_func.checkpoint.names` for how things are called in the file.
+        names: the parameters in buffers: ``apply.names``, or a mapping from group keys to names in order.
+        mesh: the ranks that call; by default all of the process group (or of the simulated mesh).
+        progress: see `Progress`.
+
+    Raises:
+        CheckpointError: alike on all ranks, with nothing left at `path`: it exists; something has no name, or two have
+            one; ranks disagree; a file cannot be written.
+
+    Effects: communication of a few KiB; reads the state, and copies pieces of at most 64 MiB of it at a time.
+    """
+    job = plan(path, state, names, all_ranks(mesh))
+    _, error = attempt(lambda: write(job, progress))
+    finish(job, error)
+
+
+def plan(
+    path: str | os.PathLike[str], state: Any, names: Any, mesh: Mesh, *, hash_most: int | None = None
+) -> Job:
+    """Agree with all ranks on what each of them writes, and make the hidden folder. Communicates.
+
+    Raises:
+        CheckpointError: see `save`.
+    """
+    target = Path(os.path.abspath(path))
+    what = f"checkpoint to {target}"
+
+    def look() -> list[Entry]:
+        if os.path.lexists(target):
+            raise CheckpointError(f"{what}: it exists; a checkpoint never replaces another: give a new path")
+        entries = entries_of(state, names, mesh)
+        check_names(entries)
+        for entry in entries:
+            if entry.is_tensor and entry.value.is_meta:
+                raise CheckpointError(f"{what}: {entry.name!r} is a meta tensor, which holds no elements")
+        return entries
+
+    entries = together(mesh, what, look)
+    small = [entry for entry in entries if entry.shared and (hash_most is None or _nbytes(entry) <= hash_most)]
+    large = [entry for entry in entries if entry.shared and entry not in small] if len(small) < len(entries) else []
+    digests, error = attempt(lambda: {entry.name: digest_of(entry) for entry in small})
+    agree(mesh, what, error)
+    table = (digests or {}) | {entry.name: "" for entry in large}
+    word = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    token = os.urandom(8).hex()
+    facts = share(mesh, [str(target), word, token])
+    if len({path for path, *_ in facts.values()}) > 1:
+        raise CheckpointError(f"{what}: ranks give different paths: { {r: f[0] for r, f in facts.items()} }")
+    if len({word for _, word, _ in facts.values()}) == 1:
+        leaders, differing = dict.fromkeys(table, mesh.ranks[0]), set[str]()
+    else:
+        leaders, differing = _leaders(share(mesh, table))
+    floats = [e.name for e in entries if e.name in differing and e.is_tensor and e.dtype.is_floating_point]
+    agree(mesh, what, CheckpointError(_differing(what, floats), floats) if floats else None)
+    position = mesh.ranks.index(mesh.get_rank())
+    written = [_own(entry, leaders, differing, mesh.get_rank(), position) for entry in entries]
+    folder = target.parent / f".{target.name}.{facts[mesh.ranks[0]][2]}{_SUFFIX}"
+    job = Job(target, folder, mesh, tuple(entry for entry in written if entry.writes), tuple(large))
+    together(mesh, what, lambda: _make_folder(job) if job.is_first else None)
+    return job
+
+
+def _differing(what: str, names: Sequence[str]) -> str:
+    return (
+        f"{what}: {names[0]!r} ({len(names)} in all) differs between ranks, or is held by them in different shapes. Bare"
+        " shards go in as checkpoint.Shards(dict, owner_layout, names), or in a DBuffer; what is replicated must be"
+        " equal on all ranks"
+    )
+
+
+def _leaders(tables: dict[int, dict[str, str]]) -> tuple[dict[str, int], set[str]]:
+    """Which rank writes a plain value, and which of them ranks hold differently."""
+    leaders: dict[str, int] = {}
+    differing: set[str] = set()
+    first: dict[str, str] = {}
+    for rank, table in tables.items():
+        for name, digest in table.items():
+            leaders.setdefault(name, rank)
+            if first.setdefault(name, digest) != digest:
+                differing.add(name)
+    return leaders, differing
+
+
+def _own(entry: Entry, leaders: dict[str, int], differing: set[str], rank: int, position: int) -> Entry:
+    """An entry as this rank writes it."""
+    if not entry.shared:
+        return entry
+    if entry.name in differing:
+        return replace(entry, name=per_rank(entry.name, position), aliases=())
+    return replace(entry, writes=leaders[entry.name] == rank)
+
+
+def per_rank(name: str, position: int) -> str:
+    """The name of what one rank alone has of a value that ranks hold differently."""
+    return f"{name}.rank{position}"
+
+
+def digest_of(entry: Entry) -> str:
+    """A hash of a value, its dtype and its shape.
+
+    Raises:
+        CheckpointError: on a plain value that cannot be read again without running code.
+    """
+    if entry.is_tensor:
+        words = f"{entry.dtype} {tuple(entry.shape or ())}".encode()
+        flat = entry.value.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(words + flat.numpy().tobytes()).hexdigest()[:32]
+    return hashlib.sha256(encode_object(entry)).hexdigest()[:32]
+
+
+def encode_object(entry: Entry) -> bytes:
+    """A plain value as `torch.distributed.checkpoint` stores it.
+
+    Raises:
+        CheckpointError: see `digest_of`.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(entry.value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{entry.name!r} is a {type(entry.value).__name__}, expected a tensor, a number, a string, or lists of them: it"
+            f" cannot be read again without running code ({type(error).__name__})"
+        ) from error
+    return buffer.getvalue()
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.value.nbytes if entry.is_tensor else 0
+
+
+def _make_folder(job: Job) -> None:
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    for other in job.path.parent.iterdir():  # left by a save that was killed
+        if other.name.startswith(f".{job.path.name}.") and other.name.endswith(_SUFFIX):
+            shutil.rmtree(other)
+    job.folder.mkdir()
+
+
+def write(job: Job, progress: Progress | None = None, staging: Staging | None = None) -> None:
+    """Write this rank's data, bring it to the disk, then say so in its record. No communication."""
+    stored: list[Stored] = []
+    files: dict[str, FileRecord] = {}
+    total, done = sum(map(_nbytes, job.entries)), 0
+    if job.entries:
+        name = f"__{job.position}_0.distcp"
+        with HashingFile(job.folder / name) as file:
+            for entry in job.entries:
+                stored += _write_entry(file, name, entry, staging or Staging())
+                done += _nbytes(entry)
+                if progress is not None:
+                    progress(done, total)
+            files[name] = file.finish()
+    record = {
+        "stored": [piece.encode() for piece in stored],
+        "files": {name: [record.nbytes, list(record.blocks)] for name, record in files.items()},
+        "aliases": {entry.name: list(entry.aliases) for entry in job.entries if entry.aliases},
+        "late": {entry.name: digest_of(entry) for entry in job.late},
+    }
+    _put(job, "record", record)
+
+
+def _write_entry(file: HashingFile, name: str, entry: Entry, staging: Staging) -> list[Stored]:
+    if not entry.is_tensor:
+        start = file.tell()
+        file.write(encode_object(entry))
+        return [Stored(entry.name, "", (), None, name, start, file.tell() - start)]
+    stored: list[Stored] = []
+    dtype, shape = str(entry.dtype).removeprefix("torch."), tuple(entry.shape or ())
+    for box, view in entry.pieces(most=max(1, PIECE_NBYTES // entry.dtype.itemsize)):
+        start = file.tell()
+        torch.save(staging.on_cpu(view), file)  # pyright: ignore[reportArgumentType]
+        stored.append(Stored(entry.name, dtype, shape, box, name, start, file.tell() - start))
+    return stored
+
+
+def _put(job: Job, kind: str, content: Any) -> None:
+    """Publish a rank's word: it is there whole or not at all."""
+    final = job.folder / f"rank{job.position}.{kind}.json"
+    temporary = final.with_suffix(".writing")
+    temporary.unlink(missing_ok=True)
+    write_file(temporary, json.dumps(content).encode())
+    temporary.replace(final)
+
+
+def report_failure(job: Job, error: BaseException) -> None:
+    """Leave word for rank 0 that this rank's record will not come."""
+    attempt(lambda: _put(job, "failure", f"{type(error).__name__}: {error}"))
+
+
+def finish(job: Job, error: BaseException | None) -> None:
+    """Agree that all ranks have written, publish, agree again. Communicates.
+
+    Raises:
+        CheckpointError: with nothing left behind, if anything went wrong anywhere.
+    """
+    what = f"checkpoint to {job.path}"
+    try:
+        agree(job.mesh, what, error)
+        together(job.mesh, what, lambda: publish(job) if job.is_first else None)
+    except CheckpointError:
+        if job.is_first:
+            shutil.rmtree(job.folder, ignore_errors=True)
+        raise
+
+
+def await_records(job: Job, timeout: float, stopped: Callable[[], bool]) -> None:
+    """Wait until all ranks have left their records.
+
+    Raises:
+        CheckpointError: if a rank says that it failed, or says nothing in time.
+    """
+    deadline, pause = time.monotonic() + timeout, 0.001
+    missing = set(range(job.mesh.size()))
+    while missing:
+        for position in sorted(missing):
+            if (job.folder / f"rank{position}.record.json").exists():
+                missing.discard(position)
+            elif (job.folder / f"rank{position}.failure.json").exists() or stopped():
+                raise CheckpointError(f"checkpoint to {job.path}: rank {job.mesh.ranks[position]} failed")
+        if missing and time.monotonic() > deadline:
+            raise CheckpointError(
+                f"checkpoint to {job.path}: no record of ranks {[job.mesh.ranks[p] for p in sorted(missing)]} after"
+                f" {timeout:.0f} s; the folder must be shared by all ranks"
+            )
+        if missing:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+
+def publish(job: Job) -> None:
+    """Make metadata and manifest of all ranks' records, and give the folder its name. Rank 0 alone; no communication.
+
+    Raises:
+        CheckpointError: if the ranks' pieces do not cover each tensor exactly once, or `path` exists by now.
+    """
+    records = [job.folder / f"rank{position}.record.json" for position in range(job.mesh.size())]
+    said = [json.loads(record.read_bytes()) for record in records]
+    stored = [Stored.decode(piece) for record in said for piece in record["stored"]]
+    if problems := find_faults(stored) + _late_faults([record["late"] for record in said]):
+        raise CheckpointError(f"checkpoint to {job.path}: the state is no whole:{listed(problems)}", problems)
+    aliases: dict[str, list[str]] = {}
+    files: dict[str, FileRecord] = {}
+    for record in said:
+        aliases |= record["aliases"]
+        files |= {name: FileRecord(nbytes, tuple(blocks)) for name, (nbytes, blocks) in record["files"].items()}
+    files[METADATA] = write_file(job.folder / METADATA, pickle.dumps(make_metadata(stored, aliases)))
+    facts = {"ranks": job.mesh.size(), "time_ns": time.time_ns(), "torch": torch.__version__}
+    write_file(job.folder / manifests.NAME, Manifest(files, facts).encode())
+    for record in records:
+        record.unlink()
+    sync_folder(job.folder)
+    if os.path.lexists(job.path):
+        raise CheckpointError(f"checkpoint to {job.path}: something came there meanwhile; it is left as it is")
+    job.folder.rename(job.path)
+    sync_folder(job.path.parent)
+
+
+def find_faults(stored: Sequence[Stored]) -> list[str]:
+    """Tensors whose pieces disagree, overlap, or leave holes."""
+    by_name: dict[str, list[Stored]] = {}
+    for piece in stored:
+        by_name.setdefault(piece.name, []).append(piece)
+    problems: list[str] = []
+    for name, pieces in by_name.items():
+        kinds = sorted({f"{piece.dtype} {piece.shape}" for piece in pieces})
+        boxes = [piece.box for piece in pieces if piece.box is not None]
+        if len(kinds) > 1:
+            problems.append(f"{name!r} is {' on one rank, '.join(kinds)} on another")
+        elif len(boxes) != len(pieces):
+            problems += [f"{name!r} is written by {len(pieces)} ranks"] if len(pieces) > 1 else []
+        elif fault := find_fault(pieces[0].shape, boxes):
+            problems.append(f"{name!r} {fault}")
+    return problems
+
+
+def _late_faults(tables: Sequence[dict[str, str]]) -> list[str]:
+    _, differing = _leaders(dict(enumerate(tables)))
+    return [f"{name!r} differs between ranks; what is replicated must be equal on all ranks" for name in differing]
