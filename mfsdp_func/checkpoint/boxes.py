@@ -111,7 +111,8 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         opened = [other for other in opened if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         for other in opened:
             if all(
-                max(box.offsets[d], other.offsets[d]) < min(box.offsets[d] + box.sizes[d], other.offsets[d] + other.sizes[d])
+                max(box.offsets[d], other.offsets[d])
+                < min(box.offsets[d] + box.sizes[d], other.offsets[d] + other.sizes[d])
                 for d in dims
             ):
                 return other, box

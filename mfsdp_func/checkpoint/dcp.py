@@ -48,10 +48,11 @@ class BoxTensor(torch.Tensor):
     part: Range
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, shape: torch.Size, part: Range) -> "BoxTensor":
+    def __new__(cls: Any, local: torch.Tensor, shape: torch.Size, part: Range) -> "BoxTensor":
         """Wrap a local tensor, which is not copied.
 
         Args:
+            cls: this class.
             local: contiguous, of ``part.numel`` elements.
             shape: of the whole tensor.
             part: which of its elements these are, in row-major order.

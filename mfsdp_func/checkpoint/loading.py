@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.checkpoint.boxes import find_fault
-from mfsdp_func.checkpoint.consensus import agree, all_ranks, share, together
+from mfsdp_func.checkpoint.boxes import Box, find_fault
+from mfsdp_func.checkpoint.consensus import all_ranks, share, together
 from mfsdp_func.checkpoint.dcp import Wanted, box_of, read_into, read_metadata
 from mfsdp_func.checkpoint.error import CheckpointError, listed
 from mfsdp_func.checkpoint.manifest import Manifest, read_manifest
@@ -115,7 +115,12 @@ def load(
 
 
 def match(
-    metadata: Metadata, entries: Sequence[Entry], rename: Rename | None, wanted: Callable[[str], bool], cast: bool, mesh: Mesh
+    metadata: Metadata,
+    entries: Sequence[Entry],
+    rename: Rename | None,
+    wanted: Callable[[str], bool],
+    cast: bool,
+    mesh: Mesh,
 ) -> tuple[dict[str, Found], list[str]]:
     """Where each wanted entry is in a file, and which names of the file are no entry's.
 
@@ -179,7 +184,9 @@ def _check(entry: Entry, stored: Any, cast: bool, problems: list[str]) -> torch.
     """The shape in the file; what is wrong with it goes to `problems`."""
     if not isinstance(stored, TensorStorageMetadata):
         if entry.is_tensor:
-            problems.append(f"{entry.name!r}: is no tensor in the file, expected {entry.dtype} {tuple(entry.shape or ())}")
+            problems.append(
+                f"{entry.name!r}: is no tensor in the file, expected {entry.dtype} {tuple(entry.shape or ())}"
+            )
         return None
     if not entry.is_tensor:
         problems.append(f"{entry.name!r}: is a tensor in the file, expected a {type(entry.value).__name__}")
@@ -291,12 +298,13 @@ def _read(
         if entry.name not in found:
             continue
         where = found[entry.name]
+        source, *others = where.names
         if not entry.is_tensor:
-            objects[where.names[0]] = entry
-        elif len(where.names) > 1:
+            objects[source] = entry
+        elif others:
             _read_equal(folder, entry, where)
         elif where.shape is not None and where.shape.numel():
-            wanted.append(Wanted(where.names[0], entry.pieces(where.shape)))
+            wanted.append(Wanted(source, entry.pieces(where.shape)))
     got = read_into(folder.path, folder.manifest, folder.metadata, wanted, list(objects), progress)
     for name, entry in objects.items():
         leaves[entry.leaf] = got[name]
@@ -306,14 +314,12 @@ def _read(
 def _read_equal(folder: Folder, entry: Entry, where: Found) -> None:
     """Fill a number that the file has under each parameter."""
     values = [torch.empty_like(entry.value.view(())) for _ in where.names]
-    wanted = [Wanted(name, entry.pieces()[:0]) for name in where.names]
-    box = entry.pieces()[0][0]
-    wanted = [Wanted(name, [(box, value)]) for name, value in zip(where.names, values, strict=True)]
+    wanted = [Wanted(name, [(Box((), ()), value)]) for name, value in zip(where.names, values, strict=True)]
     read_into(folder.path, folder.manifest, folder.metadata, wanted, [])
     for name, value in zip(where.names, values, strict=True):
         if not torch.equal(value, values[0]):
             raise CheckpointError(
-                f"{entry.name!r} is one number in the state, but {where.names[0]!r} and {name!r} differ in the file"
+                f"{entry.name!r} is one number in the state, but {name!r} has another than the others"
             )
     entry.value.copy_(values[0].view(-1))
 

@@ -6,7 +6,7 @@ of a group and the index of a tensor are no part of it, since other layouts grou
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.checkpoint.boxes import Box, boxes_of, split_boxes
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.shards import Shards
+from mfsdp_func.fsdp.grouping import ParameterNames
+from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.buffer_spec import local_part, local_view
 from mfsdp_func.values.layout import GlobalLayout
@@ -40,7 +42,7 @@ class GroupNames(NamedTuple):
     ties: Mapping[str, tuple[str, ...]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One named value, and what this rank has of it.
 
@@ -153,16 +155,19 @@ def group_names(names: Any) -> dict[Any, GroupNames]:
     """What `names` says about each group.
 
     Args:
-        names: `ShardedModule.names` (or the `ShardedModule`); a mapping group -> names, one per tensor; or a mapping
-            (group, index) -> name. None says nothing.
+        names: `ShardedModule.names`, which knows logical shapes and ties (or the `ShardedModule`); a mapping group ->
+            names, one per tensor; or a mapping (group, index) -> name. None says nothing.
 
     Raises:
         CheckpointError: if it is none of these.
     """
     if names is None:
         return {}
-    if hasattr(names, "places") and hasattr(names, "bound"):  # a ShardedModule, which knows logical shapes and ties
-        return _names_of_module(names)
+    if isinstance(names, ShardedModule):
+        names = names.names
+    if isinstance(names, ParameterNames):
+        ties = names.ties
+        return {key: GroupNames(own, names.shapes[key], ties) for key, own in names.items()}
     if isinstance(names, Mapping) and all(isinstance(key, tuple) and len(key) == 2 for key in names) and names:
         grouped: dict[Any, dict[int, str]] = {}
         for (group, index), name in names.items():
@@ -177,18 +182,6 @@ def group_names(names: Any) -> dict[Any, GroupNames]:
     raise CheckpointError(
         f"names: got {type(names).__name__}, expected apply.names or a mapping from group keys to parameter names in order"
     )
-
-
-def _names_of_module(module: Any) -> dict[Any, GroupNames]:
-    by_place: dict[tuple[str, int], list[str]] = {}
-    for name, place in module.places.items():
-        by_place.setdefault(tuple(place), []).append(name)
-    found: dict[Any, GroupNames] = {}
-    for key, bound in module.bound.items():
-        listed = [by_place[key, i] for i in range(len(bound.shapes))]
-        ties = {first: tuple(rest) for first, *rest in listed if rest}
-        found[key] = GroupNames(tuple(first for first, *_ in listed), tuple(map(torch.Size, bound.shapes)), ties)
-    return found
 
 
 def _split_group(path: Sequence[Any], groups: Mapping[Any, GroupNames], value: DBuffer) -> tuple[GroupNames, list[Any]]:
@@ -337,9 +330,7 @@ def _with_aliases(entry: Entry, siblings: Mapping[str, Mapping[str, None]], path
         return entry
     parent, _, field = entry.name.rpartition(".")
     found = [f"{param}.{field}" for param in siblings.get(parent, ())]
-    return Entry(
-        **{**entry.__dict__, "aliases": (*entry.aliases, *(name for name in found if name not in paths))}
-    )
+    return replace(entry, aliases=(*entry.aliases, *(name for name in found if name not in paths)))
 
 
 def _parents(path: Sequence[Any], made: Sequence[Entry]) -> Iterator[tuple[str, list[str]]]:

@@ -100,9 +100,7 @@ def save(
     finish(job, error)
 
 
-def plan(
-    path: str | os.PathLike[str], state: Any, names: Any, mesh: Mesh, *, hash_most: int | None = None
-) -> Job:
+def plan(path: str | os.PathLike[str], state: Any, names: Any, mesh: Mesh, *, hash_most: int | None = None) -> Job:
     """Agree with all ranks on what each of them writes, and make the hidden folder. Communicates.
 
     Raises:
@@ -286,7 +284,7 @@ def finish(job: Job, error: BaseException | None) -> None:
     try:
         agree(job.mesh, what, error)
         together(job.mesh, what, lambda: publish(job) if job.is_first else None)
-    except CheckpointError:
+    except BaseException:  # an interrupt too
         if job.is_first:
             shutil.rmtree(job.folder, ignore_errors=True)
         raise

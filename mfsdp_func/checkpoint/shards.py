@@ -4,7 +4,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.checkpoint.error import CheckpointError
@@ -105,13 +104,14 @@ def _unflatten(children: Any, context: Any) -> Shards:
     return made
 
 
+def _flatten_with_keys(shards: Shards) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(pytree.MappingKey(key), value) for key, value in shards.tensors.items()], _flatten(shards)[1]
+
+
 pytree.register_pytree_node(
     Shards,
     _flatten,
     _unflatten,
     serialized_type_name="mfsdp_func.checkpoint.Shards",
-    flatten_with_keys_fn=lambda shards: (
-        [(pytree.MappingKey(key), value) for key, value in shards.tensors.items()],
-        _flatten(shards)[1],
-    ),
+    flatten_with_keys_fn=_flatten_with_keys,  # pyright: ignore[reportArgumentType]
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -63,6 +63,34 @@ class Unit:
 
 Places: TypeAlias = dict[str, tuple[str, int]]
 """Every name of a parameter -> its group, and its index there."""
+
+
+class ParameterNames(dict[str, tuple[str, ...]]):
+    """Key of a group -> the first name of each of its parameters, by index in the buffer.
+
+    Attributes:
+        shapes: key of a group -> the logical shapes, which a layout may write otherwise (0-D, finer rows).
+        ties: first name -> the further names of the same parameter.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], places: Places) -> None:
+        super().__init__({key: tuple(entry.name for entry in group.entries) for key, group in groups.items()})
+        self.shapes = {key: tuple(entry.shape for entry in group.entries) for key, group in groups.items()}
+        self.ties: dict[str, tuple[str, ...]] = {}
+        for name, (key, index) in places.items():
+            first = self[key][index]
+            if name != first:
+                self.ties[first] = (*self.ties.get(first, ()), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_names, (dict(self), self.shapes, self.ties)
+
+
+def _restore_names(names: Any, shapes: Any, ties: Any) -> ParameterNames:
+    made = ParameterNames({}, {})
+    made.update(names)
+    made.shapes, made.ties = shapes, ties
+    return made
 
 
 def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit, ...], dict[str, Group], Places]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
-from mfsdp_func.fsdp.grouping import Group, Places, Unit
+from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
 from mfsdp_func.fsdp.table import table
@@ -38,7 +38,7 @@ class ShardedModule:
         bound: how each group lies on the mesh, by its key.
         places: every name of a parameter (tied ones have several) -> its group and its index there.
         frozen_params: buffers of parameters that are not trained; constants of `apply`.
-        names: key of a group -> the first name of each of its parameters, by index in the buffer.
+        names: key of a group -> the first name of each of its parameters, by index in the buffer; see `ParameterNames`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardedModule:
     ) -> None:
         self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
         self.bound, self.places = dict(bound), places
-        self.names = {key: tuple(entry.name for entry in group.entries) for key, group in self.groups.items()}
+        self.names = ParameterNames(self.groups, places)
         self._device_mesh = device_mesh
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None

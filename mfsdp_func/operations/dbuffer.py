@@ -139,6 +139,12 @@ class DBuffer:
     def __repr__(self) -> str:
         return f"DBuffer({self.dtype}, {tuple(self.local_buffer.shape)}, {self.spec})"
 
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        raise TypeError(
+            f"torch.distributed.checkpoint cannot save the DBuffer {fqn!r}: it would take one rank's elements for all; use"
+            " mfsdp_func.checkpoint.save, whose files it reads"
+        )
+
     def get_local_part(self, tensor_index: int) -> Range:
         """Which elements of a tensor this rank holds; empty where it holds none."""
         return fact_of(local_part, self.spec, tensor_index)

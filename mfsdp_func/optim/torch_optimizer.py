@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from types import FunctionType
 from typing import Any, TypeAlias, cast
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from mfsdp_func.effects.agreement import checking, report_fault
 from mfsdp_func.effects.carrier import carrier_of
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.optim.transformation import GradientTransformation, apply_updates
-from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.buffer_spec import BufferSpec, local_part
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 
 Make: TypeAlias = Callable[[torch.Tensor], GradientTransformation[Any]]
@@ -99,6 +100,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._make = transformation
         self._groups: list[_Group] = []
+        self._indices: list[dict[str, int]] = []
+        _ALL.add(self)
         self._mesh = None if mesh is None else as_mesh(mesh)
         self._compile = compile
         self._run = _compiled(compile)
@@ -126,7 +129,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             _refuse_shards(transformation, made.tensors(locals_), spec, named)
             made = replace(made, state=transformation.init(made.tensors(locals_)))
         self._groups.append(made)
-        self._publish(made, list(named.values()))
+        self._indices.append(self._publish(made, list(named.values())))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -156,6 +159,28 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._run(makes, rates, params, grads, states)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter number and name, as `torch.optim.Optimizer` gives it.
+
+        Of a flat buffer that is cut, this rank's part of each tensor is wrapped in a `BoxTensor`, which
+        `torch.distributed.checkpoint` saves and loads as a part of the whole tensor, on any number of ranks.
+        """
+        from mfsdp_func.checkpoint.dcp import BoxTensor
+
+        packed = super().state_dict()
+        for made, indices, group in zip(self._groups, self._indices, packed["param_groups"], strict=True):
+            spec = made.spec
+            if spec is None or not spec.is_sharded or group["params"][0] not in packed["state"]:
+                continue
+            number: int = group["params"][0]
+            held = dict(packed["state"][number])
+            for name, i in indices.items():
+                part = local_part(spec, i)
+                if held[name].numel() == part.numel:
+                    held[name] = BoxTensor(held[name], spec.layout.tensor_shapes[i], part)
+            packed["state"][number] = held
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, into the tensors of `state`, which stay the same objects.
 
@@ -183,7 +208,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, param in zip(saved, params, strict=True):
             for name, tensor in own.get(param, {}).items():
-                value = given["state"].get(number, {}).get(name)
+                value = _unwrapped(given["state"].get(number, {}).get(name), tensor)
                 if value is None or value.shape != tensor.shape:
                     raise (KeyError if value is None else ValueError)(
                         f"TorchOptimizer.load_state_dict: parameter {number} needs {name!r} of shape"
@@ -196,15 +221,21 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_make": self._make, "_groups": self._groups, "_mesh": self._mesh, "_compile": self._compile}
-        return super().__getstate__() | own
+        return super().__getstate__() | own | {"_indices": self._indices}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_compile" in state:
             self._run = _compiled(self._compile)
+            _ALL.add(self)
 
-    def _publish(self, made: _Group, params: list[torch.Tensor]) -> None:
-        """Let `state` show the state's tensors, each under the parameters to which it belongs."""
+    def _publish(self, made: _Group, params: list[torch.Tensor]) -> dict[str, int]:
+        """Let `state` show the state's tensors, each under the parameters to which it belongs.
+
+        Returns:
+            Of a flat buffer, name in the state -> tensor index.
+        """
+        indices: dict[str, int] = {}
         flat = made.spec is not None
         keys = made.tensors([_local(param) for param in params])
         places = {key: 0 if flat else n for n, key in enumerate(keys)}
@@ -218,17 +249,22 @@ class TorchOptimizer(torch.optim.Optimizer):
                 continue
             param = params[places[key]]
             owners.append((path, places[key]))
-            self._show(param, path, _wrapped(leaf, param), f".{key}" if flat else "")
+            name = self._show(param, path, _wrapped(leaf, param), f".{key}" if flat else "")
+            if flat:
+                indices[name] = cast("int", key)
         for path, leaf in shared:  # it belongs to all parameters whose tensors lie beside or below it
             for n in sorted({n for other, n in owners if other[: len(path) - 1] == path[:-1]}):
                 self._show(params[n], path, leaf, "")
+        return indices
 
-    def _show(self, param: torch.Tensor, path: tuple[Any, ...], leaf: torch.Tensor, suffix: str) -> None:
+    def _show(self, param: torch.Tensor, path: tuple[Any, ...], leaf: torch.Tensor, suffix: str) -> str:
         """Name a leaf by its field in the state, and where that is taken, by its whole path."""
         fields = ".".join(key.name for key in path if isinstance(key, pytree.GetAttrKey))
         held = self.state[param]
         short = fields + suffix
-        held[short if fields and short not in held else pytree.keystr(path)] = leaf
+        name = short if fields and short not in held else pytree.keystr(path)
+        held[name] = leaf
+        return name
 
     def _check_gradients(self) -> None:
         """Raise where this rank would leave its peers alone in an exchange."""
@@ -312,6 +348,27 @@ def _by_key(given: GroupParams) -> dict[Hashable, torch.Tensor]:
     listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
     pairs: Any = listed if listed and isinstance(listed[0], tuple) else enumerate(listed)
     return dict[Hashable, torch.Tensor](pairs)
+
+
+def storages_written_in_place() -> set[int]:
+    """The storages that steps of living `TorchOptimizer`s write into: parameters and states."""
+    found: set[int] = set()
+    for optimizer in _ALL:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        leaves = pytree.tree_leaves([made.state for made in optimizer._groups])
+        found |= {_local(tensor).untyped_storage()._cdata for tensor in (*params, *leaves)}
+    return found
+
+
+_ALL: WeakSet["TorchOptimizer"] = WeakSet()
+
+
+def _unwrapped(value: Any, own: torch.Tensor) -> Any:
+    """What `state_dict` wrapped, in the shape of this rank's part."""
+    local = getattr(value, "local", None)
+    if local is None or local.numel() != own.numel():
+        return value
+    return local.view(own.shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
