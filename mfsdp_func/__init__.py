@@ -2,7 +2,7 @@
 
 from mfsdp_func import checkpoint, inplace, optim
 from mfsdp_func.effects.agreement import agreement_check
-from mfsdp_func.effects.simulated import Simulation, SimulationError, simulate
+from mfsdp_func.effects.simulated import Simulation, SimulationError, SlowRankWarning, simulate
 from mfsdp_func.effects.token import Token
 from mfsdp_func.fsdp import FsdpContext, fully_shard
 from mfsdp_func.operations.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
@@ -55,6 +55,7 @@ __all__ = [
     "ShardLayout",
     "Simulation",
     "SimulationError",
+    "SlowRankWarning",
     "TensorAtomic",
     "Token",
     "WorkGroup",

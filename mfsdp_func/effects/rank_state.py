@@ -1,15 +1,21 @@
-"""State that belongs to a process, but which simulated ranks must each have for themselves."""
+"""State of a process or a thread which simulated ranks must have: each for itself, or as their caller has it."""
 
 import random
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import overrides
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.utils import _python_dispatch
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -67,4 +73,66 @@ def shared_dual_level() -> Generator[None, None, None]:
             leave(level=level)
 
     with mock.patch.object(home, names[0], shared_enter), mock.patch.object(home, names[1], shared_leave):
-        yield
+        try:
+            yield
+        finally:
+            if inside:  # a rank did not come out of `jvp`
+                leave(level=0)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Modes of a thread, in which others may run too."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    functions: tuple[Any, ...]
+    """Torch function modes, such as the one of ``with torch.device(...)``; the outermost first."""
+    dispatch: tuple[Any, ...]
+    """Torch dispatch modes; the outermost first."""
+
+    @classmethod
+    def current(cls) -> "Modes":
+        """Those of this thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
+            torch.is_autocast_cache_enabled(),
+            tuple(overrides._get_current_function_mode_stack()),  # pyright: ignore[reportPrivateUsage]
+            tuple(_python_dispatch._get_current_dispatch_mode_stack()),  # pyright: ignore[reportPrivateUsage]
+        )
+
+    @contextmanager
+    def entered(self) -> Generator[None, None, None]:
+        """Make them this thread's own, which has none."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
+            # Not entered, which they have been: an entry may count, or change what belongs to the process.
+            for home, modes in ((overrides, self.functions), (_python_dispatch, self.dispatch)):
+                for mode in modes:
+                    home._push_mode(mode)  # pyright: ignore[reportPrivateUsage]
+                    stack.callback(home._pop_mode)  # pyright: ignore[reportPrivateUsage]
+            yield
+
+
+def refuse_inside_transforms(name: str) -> None:
+    """Raise a `RuntimeError` where something follows the caller that cannot follow other threads."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    inside = {
+        "a torch.func transform": _functorch.peek_interpreter_stack() is not None,
+        "forward-mode differentiation": forward_ad._current_level >= 0,  # pyright: ignore[reportPrivateUsage]
+        "a compiled region": torch.compiler.is_compiling(),
+        "a tracer": is_fx_symbolic_tracing() or any(getattr(m, "_mode_key", None) is not None for m in modes),
+    }
+    if found := [what for what, true in inside.items() if true]:
+        raise RuntimeError(
+            f"{name}: called inside {found[0]}, which does not reach into the simulated ranks: derivatives would silently be"
+            " zero. Put it into the program that the ranks run"
+        )

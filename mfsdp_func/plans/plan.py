@@ -269,8 +269,7 @@ class Plan(Exchange):
         if part.numel == shape.numel():
             return tuple(shape)
         row = shape[1:].numel()
-        whole = Range(0, shape.numel())
-        if all(held.start % row == 0 for _, held in layout.shards_of(tensor, whole, count)):
+        if layout.keeps_rows(tensor, count, row):
             return (part.numel // row, *shape[1:])
         return (part.numel,)
 

@@ -238,12 +238,12 @@ class GlobalLayout:
             return [first]
         return [first, *(k for k in range(first + 1, last) if starts[k * step] < starts[(k + 1) * step]), last]
 
-    def keeps_rows(self, tensor_index: int, shard_count: int) -> bool:
-        """Whether no boundary of `shard_count` shards splits a row of a tensor."""
-        row, whole = self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
-        return all(
-            part.start % row == 0 for _, part in self.shards_of(tensor_index, Range(0, whole.numel), shard_count)
-        )
+    def keeps_rows(self, tensor_index: int, shard_count: int, row_numel: int | None = None) -> bool:
+        """Whether no boundary of `shard_count` shards splits a row of a tensor, of `row_numel` elements or its own."""
+        row, whole = row_numel or self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
+        starts, step = self.rank_to_offset, self.dp_size // shard_count
+        first, last = bisect_right(starts, whole.start), bisect_left(starts, whole.end)  # boundaries inside the tensor
+        return all((starts[k] - whole.start) % row == 0 for k in range(-(-first // step) * step, last, step))
 
 
 def _shard_count(mesh: Mesh, axes: Sequence[int]) -> int:

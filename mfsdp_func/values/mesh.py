@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -184,14 +184,8 @@ class Mesh:
         """
         if rank is None and len(axes) == self.ndim:
             rank = self.ranks[0]
-        here = list(self.coordinate(rank))
-        order = sorted(axes, reverse=True)
-        ranks: list[int] = []
-        for digits in product(*(range(self.shape[axis]) for axis in order)):
-            for axis, digit in zip(order, digits, strict=True):
-                here[axis] = digit
-            ranks.append(self.rank_at(here))
-        return tuple(ranks)
+        here = [0 if axis in axes else digit for axis, digit in enumerate(self.coordinate(rank))]
+        return _shard_ranks(self.shape, self.ranks, tuple(sorted(axes, reverse=True)), tuple(here))
 
     def shard_index(self, axes: Sequence[int], rank: int | None = None) -> int:
         """The position of `rank` (default: this process) in buffer order when `axes` cut the buffer."""
@@ -204,6 +198,17 @@ class Mesh:
     def digest(self) -> tuple[object, ...]:
         """What every rank of the mesh must agree on: all but who "this process" is."""
         return (self.shape, self.axis_names, self.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _shard_ranks(
+    shape: tuple[int, ...], ranks: tuple[int, ...], axes: tuple[int, ...], origin: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The ranks at all coordinates along `axes`, the first of which is the most significant digit, from `origin` on."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start = sum(digit * stride for digit, stride in zip(origin, strides, strict=True))
+    steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in axes]
+    return tuple([ranks[start + sum(offsets)] for offsets in product(*steps)])
 
 
 def as_mesh(mesh: "Mesh | MeshLike") -> Mesh:
