@@ -32,8 +32,8 @@ def gather(
 
     Raises:
         KeyError, ValueError, TypeError: before any communication; see `mfsdp_func.gather`.
-        RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form; or on a destination
-            made in inference mode, outside of it.
+        RuntimeError: under a `torch.func` transform, in a compiled region, or where a source requires grad while gradients
+            are recorded: these take the pure form; or on a destination made in inference mode, outside of it.
     """
     _move_into("gather", (owner_layout,), (source,), (destination,))
 
@@ -102,6 +102,11 @@ def _move_into(
         plan = join_plans(plans)
         wirings = tuple(map(wiring_of, plans, owners))
         inputs = given_tensors(plans, wirings, sources)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            raise RuntimeError(
+                f"inplace.{operation}: a source requires grad, but what is received in place has no gradient; use"
+                f" mfsdp_func.{operation}, which is differentiable, or call this under torch.no_grad()"
+            )
         targets = _destinations(plan, plans, wirings, destinations)
         first = targets[0] if targets else None
         dtype, says = dtype_of(operation, None, [group.dtype for group in owners])

@@ -1,9 +1,11 @@
 """A pytest fixture: distributed code in one line of a test, without processes.
 
-pytest_plugins = ["mfsdp_func.testing"]  # in conftest.py
+In a project's tests::
 
-def test_my_step(simulated):
-results, trace = simulated(my_program, 8)
+    pytest_plugins = ["mfsdp_func.testing"]  # in conftest.py
+
+    def test_my_step(simulated):
+        results, trace = simulated(my_program, 8)
 """
 
 from collections.abc import Callable

@@ -214,7 +214,7 @@ class TestGroupOwnerLayout:
             GroupOwnerLayout(self.mesh, self.layout, {0: 1}, group.placements),
             GroupOwnerLayout(self.mesh, self.layout, {0: 3, 1: 3}, group.placements),
             GroupOwnerLayout(self.mesh, self.layout, {0: 3}, [RowAtomic(), BlockAtomic(2)]),
-            GroupOwnerLayout(self.mesh, self.layout, {0: 3}, [Replicate(), BlockAtomic(4)]),
+            GroupOwnerLayout(self.mesh, self.layout, {0: 3}, [Replicate(), BlockAtomic(3)]),
         ]
         for other in others:
             assert other != group

@@ -28,3 +28,13 @@ def test_example_runs(block, tmp_path):
 def test_links_exist():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    ("path", "block"), re.findall(r"\]\((examples/recipes/[^)]+)\).*?```py\n(.*?)```", README, re.DOTALL)
+)
+def test_recipe_is_as_in_its_file(path: str, block: str) -> None:
+    """Every line of it stands there, in this order; a file may say more."""
+    lines = iter([line.strip() for line in (ROOT / path).read_text().splitlines()])
+    for line in filter(None, map(str.strip, block.splitlines())):
+        assert line in lines, f"{path} does not have (here): {line}"

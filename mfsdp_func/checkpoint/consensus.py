@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mfsdp_func.checkpoint.error import CheckpointError
-from mfsdp_func.effects.carrier import carrier_of, world
+from mfsdp_func.effects.here import carrier_of, world
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ from mfsdp_func.checkpoint.manifest import Manifest, read_manifest
 from mfsdp_func.checkpoint.names import Entry, check_names, entries_of, leaves_of
 from mfsdp_func.checkpoint.saving import Progress, per_rank
 from mfsdp_func.checkpoint.shards import Shards
-from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.mesh import Mesh, MeshLike
 

@@ -1,11 +1,13 @@
 """The agreement check: before they communicate, ranks compare what they are about to do."""
 
+import ctypes
 import json
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.effects.carrier import Call, Carrier
@@ -80,6 +82,12 @@ def _hint(differences: list[str]) -> str:
     if any(difference.startswith("batch size") for difference in differences):
         return "; torch.func.vmap must map over equally many elements on all ranks"
     return ""
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A copy of a tensor's memory; without NumPy, which torch's own ways to bytes need."""
+    flat = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
 
 
 def report_fault(carrier: Carrier, mesh: Mesh, label: str, error: Exception) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from mfsdp_func.effects.agreement import checking, report_fault
-from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.effects.here import carrier_of, check_place, this_rank
 from mfsdp_func.effects.move import LinearMap, Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
@@ -17,12 +17,18 @@ from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens
 
 @contextmanager
 def faults_reported(linear: LinearMap) -> Generator[None, None, None]:
-    """While the agreement check is on, let a fault that this rank sees in its inputs be raised on all ranks."""
+    """Check that the map is this rank's; while the agreement check is on, let faults seen here be raised on all ranks.
+
+    Raises:
+        ValueError: if the map is as another rank sees it.
+    """
+    mesh = linear.mesh
     try:
+        check_place(mesh, linear.label)
         yield
     except Exception as error:
-        if checking() and linear.mesh.rank in linear.mesh:
-            report_fault(carrier_of(linear.mesh), linear.mesh, linear.label, error)
+        if checking() and (here := this_rank()) in mesh:
+            report_fault(carrier_of(mesh), mesh.with_rank(here), linear.label, error)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What every carrier offers, and which one serves a mesh."""
+"""What every carrier offers."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -111,29 +111,10 @@ class Carrier(Protocol):
 
 
 class Simulated(NamedTuple):
-    """The carrier of a rank inside a simulated mesh."""
+    """A rank inside a simulated mesh, and its carrier."""
 
+    rank: int
     carrier: Carrier
 
 
 SIMULATED: ContextVar[Simulated | None] = ContextVar("mfsdp_func_simulated", default=None)
-
-
-def carrier_of(mesh: Mesh) -> Carrier:
-    """The carrier that serves a mesh here: the simulated one inside `simulate`, else the process groups."""
-    simulated = SIMULATED.get()
-    if simulated is not None:
-        return simulated.carrier
-    from mfsdp_func.effects.process_group import PROCESS_GROUPS
-
-    return PROCESS_GROUPS
-
-
-def world() -> Mesh:
-    """All ranks that there are, as a mesh of one axis: of the simulated mesh, the default process group, or just one."""
-    simulated = SIMULATED.get()
-    if simulated is not None:
-        return simulated.carrier.world()
-    from mfsdp_func.effects.process_group import PROCESS_GROUPS
-
-    return PROCESS_GROUPS.world()

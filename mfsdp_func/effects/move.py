@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 
 from mfsdp_func.effects.agreement import agree, checking, report_fault
 from mfsdp_func.effects.blocks import Memory, locate
-from mfsdp_func.effects.carrier import Call, carrier_of
+from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.collectives import start_collective
 from mfsdp_func.effects.exchange import empty_outputs, start_exchange
+from mfsdp_func.effects.here import carrier_of, check_place
 from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.plans.joint_plan import JointPlan
@@ -187,6 +188,7 @@ def _move_impl(
     differentiated: bool,
 ) -> list[torch.Tensor]:
     linear, options = remembered(key), Options(dtype, link.device, differentiated, forward)
+    check_place(linear.mesh, linear.label)
     # An operator's results may not share a storage: compilers reuse the memory of each on its own.
     outputs = allocate(linear, dtype or torch.float32, link.device, link.shape, False)
     return [torch.zeros_like(link), *launch(linear, options, link.shape, inputs, outputs)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 
 from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.collectives import compact, spread
@@ -60,7 +61,7 @@ def _all_gather(
 
     def finish() -> None:
         work.wait()
-        compact(gathered[list(to_buffer)].flatten(0, 1), target, collective.sizes)
+        compact(rearrange(gathered[list(to_buffer)], "rank n ... -> (rank n) ..."), target, collective.sizes)
 
     return finish
 
@@ -76,7 +77,8 @@ def _reduce_scatter(
     stored = source if collective.stored is None else spread(source, collective.sizes, step)
     if to_buffer != sorted(to_buffer):
         from_buffer = sorted(range(ranks), key=to_buffer.__getitem__)
-        stored = stored.unflatten(0, (ranks, step))[from_buffer].flatten(0, 1)
+        segments = rearrange(stored, "(rank n) ... -> rank n ...", rank=ranks, n=step)
+        stored = rearrange(segments[from_buffer], "rank n ... -> (rank n) ...")
     return _waiting(_reduce_scatter_single(target, stored, group=group, async_op=True), stored)
 
 

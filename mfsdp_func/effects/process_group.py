@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mfsdp_func.effects.agreement import compare_facts
+from mfsdp_func.effects.agreement import bytes_of, compare_facts
 from mfsdp_func.effects.blocks import packed, room_for, unpack
 from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.effects.groups import axis_groups
@@ -114,7 +114,7 @@ class ProcessGroups:
             peers = [rank for rank in mesh.ranks if rank != mesh.get_rank()]
             works = [_irecv(by_rank[peer], peer, group, _TELL_TAG) for peer in peers]
             _wait(works + [_isend(mine, peer, group, _TELL_TAG) for peer in peers])
-        return [bytes(by_rank[rank].cpu().numpy().tobytes()) for rank in mesh.ranks]
+        return [bytes_of(by_rank[rank]) for rank in mesh.ranks]
 
 
 PROCESS_GROUPS = ProcessGroups()

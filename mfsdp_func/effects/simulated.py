@@ -244,7 +244,7 @@ class _World:
                 with ExitStack() as stack:
                     stack.enter_context(modes.entered())
                     poison = stack.enter_context(PoisonMode(rank)) if self.poison else None
-                    SIMULATED.set(Simulated(_SimulatedCarrier(self, state, poison)))
+                    SIMULATED.set(Simulated(rank, _SimulatedCarrier(self, state, poison)))
                     results[rank] = program(state.mesh)
                     if poison is not None and (forgotten := poison.pending()):
                         raise SimulationError(f"rank {rank} never waited for the token of {', '.join(forgotten)}")

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_func.effects.agreement import agree, checking
-from mfsdp_func.effects.carrier import Call, carrier_of
+from mfsdp_func.effects.agreement import agree, bytes_of, checking
+from mfsdp_func.effects.carrier import Call
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.fsdp.absent import copy_without_parameters
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
@@ -110,7 +111,7 @@ def fully_shard(
         full = [values.parameter(entry).reshape(s) for entry, s in zip(group.entries, shapes, strict=True)]
         params[key] = DBuffer.distribute_tensors(full, value, spec.placements, spec.layout)
         for tensor in full if seen is not None else ():
-            seen.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())  # pyright: ignore[reportOptionalMemberAccess]
+            seen.update(bytes_of(tensor))  # pyright: ignore[reportOptionalMemberAccess]
         del full
     if seen is not None:
         label = "fully_shard with these placements, names and values of parameters"

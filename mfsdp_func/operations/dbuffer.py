@@ -89,13 +89,18 @@ class DBuffer:
             layout: see `BufferSpec`.
 
         Raises:
-            ValueError: on a `Partial` placement, a missing tensor, or one of another shape.
+            ValueError: on a `Partial` placement, a missing tensor, one of another shape, or one too many.
             TypeError: on mixed dtypes.
         """
         spec = BufferSpec(mesh, placements, layout)
         if any(isinstance(placement, Partial) for placement in spec.placements):
             raise ValueError(f"DBuffer.distribute_tensors: {spec.placements} holds a Partial; distribute, then relabel")
         given = tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))
+        if surplus := [i for i in given if i not in range(len(layout.tensor_shapes))]:
+            raise ValueError(
+                f"DBuffer.distribute_tensors: {surplus[0]!r} is no tensor of the layout, which has"
+                f" {len(layout.tensor_shapes)} ({len(given)} given); leave it out"
+            )
         pieces: list[torch.Tensor] = []
         cursor, example = spec.local_range.start, next(iter(given.values()), torch.empty(0))
         for i, part in layout.tensors_in(spec.local_range):

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from mfsdp_func.effects.here import check_place
 from mfsdp_func.effects.move_operator import remember
 from mfsdp_func.plans import redistribution
 from mfsdp_func.plans.collective import Collective
@@ -32,6 +33,7 @@ def fact_of(
         if error is not None:
             raise _ERRORS[error](text)
         return fact
+    check_place(spec.mesh, "DBuffer")
     return function(spec, *args, **kwargs)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.optim.adamw import mixed
 from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, scale_by_learning_rate
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype, newton_schulz

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.agreement import checking, report_fault
-from mfsdp_func.effects.carrier import carrier_of
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.optim.transformation import GradientTransformation, apply_updates
 from mfsdp_func.values.buffer_spec import BufferSpec, local_part

@@ -5,12 +5,11 @@ some tensors to another; its transpose goes back. Nothing is materialised for al
 bisection in sorted offsets, once, and kept.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +18,7 @@ from mfsdp_func.values.layout_builder import build_for_tensor_atomic
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from mfsdp_func.values.ranges import Range
+from mfsdp_func.values.value import PlacedValue
 
 Side = Literal["source", "target"]
 
@@ -96,23 +96,19 @@ class RankView:
         return tuple(slot.shape for slot in self.outputs)
 
 
-class Exchange(ABC):
+class Exchange(PlacedValue, ABC):
     """A plan, of one group or of several, as this process (``mesh.rank``) runs it."""
 
     mesh: Mesh
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @abstractmethod
     def view(self, rank: int) -> RankView:
         """What `rank` holds, sends, receives and copies."""
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # no hash: that is of this process
-
     @cached_property
     def key(self) -> str:
         """The plan as one rank runs it, as a string: what compiled code holds in place of the plan."""
-        return f"{self.digest}/{self.mesh.rank}"  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{self.digest}/{self.mesh.rank}"
 
     @property
     def input_numels(self) -> tuple[int, ...]:
@@ -166,38 +162,10 @@ class Plan(Exchange):
     tensors: tuple[int, ...]
     without_own: Side | None = None
 
-    @cached_property
-    def _value(self) -> tuple[object, ...]:
-        return (
-            *(self.operation, self.name, self.mesh, self.axes, self.shapes),
-            *(self.source, self.target, self.tensors, self.without_own),
-        )
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Plan) and self._hash == other._hash and self._value == other._value
-
     @property
     def label(self) -> str:
         """How errors and traces call this plan."""
         return f"{self.operation} {self.name!r}" if self.name else self.operation
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all that the ranks must agree on, the same in every process."""
-        value = (
-            *(self.operation, self.name, self.mesh.digest, self.axes, self.source.digest, self.target.digest),
-            *(tuple(map(tuple, self.shapes)), self.tensors, self.without_own),
-        )
-        return hashlib.sha256(repr(value).encode()).hexdigest()
 
     @cached_property
     def transpose(self) -> "Plan":

@@ -11,6 +11,7 @@ from mfsdp_func.values.owner_planning import CostFn, Costs, tensor_costs
 from mfsdp_func.values.owner_search import Assignment, Item, Work, pack_evenly, pack_near, pack_on_holders
 from mfsdp_func.values.placement import Placement, RowAtomic
 from mfsdp_func.values.ranges import Range
+from mfsdp_func.values.value import as_ints
 
 _STRETCHES = (1.0, 1.02, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """How far above the best load found plans may go that move less."""
@@ -211,7 +212,7 @@ def _read(
         placements = (RowAtomic(),) * mesh.ndim if group.placements is None else tuple(group.placements)
         family = machines.family(mesh, layout.check_placements(mesh, placements), g)
         family_of.append(family)
-        indices = list(group.tensor_indices)
+        indices = as_ints(f"balance_owner_work: tensor_indices of group {g}", group.tensor_indices)
         costs = tensor_costs(layout, indices, cost_fns[g])
         if len(costs) != len(indices):
             raise ValueError(f"balance_owner_work: group {g} holds a tensor index more than once")

@@ -1,10 +1,8 @@
 """What a flat buffer is, apart from its elements: a layout, cut over a mesh by placements."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -12,23 +10,23 @@ from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.values.placement import Partial, Placement, Replicate, Shard, is_flat_shard
 from mfsdp_func.values.ranges import Range, intersect_ranges
+from mfsdp_func.values.value import KeyedValue
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class BufferSpec:
+class BufferSpec(KeyedValue):
     """A mesh, one placement per axis, and a layout: where this rank's local buffer lies.
 
     Raises:
         ValueError: if the placements do not fit the mesh or the layout, a shard stands before another placement, or a
-            shard is not one of a flat buffer (`RowAtomic`, `BlockAtomic`, `TensorAtomic`).
+            shard is not one of a flat buffer (`RowAtomic`, `BlockAtomic`, `TensorAtomic`); or if the layout splits what
+            `BlockAtomic` or `TensorAtomic` keep whole. (A layout may split rows: then the parts of that tensor are flat.)
         NotImplementedError: on a `Partial` of another reduction than "sum" or "avg".
     """
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     layout: GlobalLayout
-    key: str = field(init=False)
-    """The value as a string: what compiled code guards on."""
 
     def __init__(self, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -40,29 +38,14 @@ class BufferSpec:
         layout.check_placements(value, chosen)
         for axis, placement in enumerate(chosen):
             _check_placement(value, chosen, axis, placement)
+        layout.check_unbroken(value, chosen)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placements", chosen)
         object.__setattr__(self, "layout", layout)
-        words = f"{value.digest} {value.rank} {chosen} {layout.digest}"
-        object.__setattr__(self, "key", hashlib.sha256(words.encode()).hexdigest())
-        object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
-
-    @staticmethod
-    def from_key(key: str) -> "BufferSpec":
-        """The living value with a given `key`."""
-        return _BY_KEY[key]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, BufferSpec) and self.key == other.key)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+        self._register()
 
     def __repr__(self) -> str:
         return f"BufferSpec({self.mesh}, {list(self.placements)}, {self.layout})"
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return BufferSpec, (self.mesh, self.placements, self.layout)
 
     @cached_property
     def local_range(self) -> Range:
@@ -199,7 +182,3 @@ def is_first_replica(mesh: Mesh, placements: Sequence[Placement]) -> bool:
     """Whether this rank is the first on every axis that replicates."""
     here = mesh.coordinate()
     return not any(here[axis] for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
-
-
-# Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
-_BY_KEY: WeakValueDictionary[str, BufferSpec] = WeakValueDictionary()

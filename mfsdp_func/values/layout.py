@@ -1,6 +1,5 @@
 """Where every logical tensor and every rank's segment lies in one flat buffer."""
 
-import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,13 @@ from itertools import pairwise
 import torch
 
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
-from mfsdp_func.values.placement import Placement, shard_axes
+from mfsdp_func.values.placement import BlockAtomic, Placement, TensorAtomic, shard_axes
 from mfsdp_func.values.ranges import Range, intersect_ranges
+from mfsdp_func.values.value import Value, as_int, as_ints, as_shape
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class GlobalLayout:
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class GlobalLayout(Value):
     """An immutable map of one flat buffer. All offsets and sizes are in elements.
 
     Args:
@@ -29,6 +29,7 @@ class GlobalLayout:
     Raises:
         ValueError: on a negative size, offset or dim, unequal lengths, a tensor past the end, overlapping tensors, or
             segments that are empty as a list, do not start at 0, decrease, or start past the end.
+        TypeError: on sizes, offsets or dims that are no integers.
 
     >>> layout = GlobalLayout([(5, 4), (3,)], [0, 20], 24, [0, 12])
     >>> layout.get_tensor_range(1), layout.rank_size(1)
@@ -50,10 +51,11 @@ class GlobalLayout:
         *,
         stores_equal_segments: bool = False,
     ) -> None:
-        object.__setattr__(self, "tensor_shapes", tuple(map(torch.Size, tensor_shapes)))
-        object.__setattr__(self, "tensor_to_offset", tuple(map(int, tensor_to_offset)))
-        object.__setattr__(self, "size", int(size))
-        object.__setattr__(self, "rank_to_offset", tuple(map(int, rank_to_offset)))
+        shapes = tuple(as_shape(f"GlobalLayout: shape of tensor {i}", shape) for i, shape in enumerate(tensor_shapes))
+        object.__setattr__(self, "tensor_shapes", shapes)
+        object.__setattr__(self, "tensor_to_offset", as_ints("GlobalLayout: tensor_to_offset", tensor_to_offset))
+        object.__setattr__(self, "size", as_int("GlobalLayout: size", size))
+        object.__setattr__(self, "rank_to_offset", as_ints("GlobalLayout: rank_to_offset", rank_to_offset))
         object.__setattr__(self, "stores_equal_segments", stores_equal_segments)
         self._validate()
 
@@ -93,24 +95,6 @@ class GlobalLayout:
         shapes = [tuple(shape) for shape in self.tensor_shapes]
         flag = ", stores_equal_segments=True" if self.stores_equal_segments else ""
         return f"GlobalLayout({shapes}, {list(self.tensor_to_offset)}, {self.size}, {list(self.rank_to_offset)}{flag})"
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        value = (self.tensor_shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments)
-        return hash(value)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: self.__dict__[name] for name in GlobalLayout.__dataclass_fields__}
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of the value that is the same in every process (Python's own is salted for strings only)."""
-        shapes = list(map(tuple, self.tensor_shapes))
-        value = (shapes, self.tensor_to_offset, self.size, self.rank_to_offset, self.stores_equal_segments)
-        return hashlib.sha256(repr(value).encode()).hexdigest()
 
     @cached_property
     def tensor_numels(self) -> tuple[int, ...]:
@@ -191,6 +175,41 @@ class GlobalLayout:
                 "; build it with dp_size equal to the number of shards, or a multiple of it"
             )
         return axes
+
+    def check_unbroken(self, mesh: Mesh, placements: Sequence[Placement]) -> None:
+        """Check that no cut along an axis splits what the axis's placement keeps whole: a tensor, or a block of rows.
+
+        Raises:
+            ValueError: naming the tensor; and see `get_rank_range`.
+        """
+        axes = self.check_placements(mesh, placements)
+        if not any(isinstance(placements[axis], (TensorAtomic, BlockAtomic)) for axis in axes):
+            return
+        count, digit = _shard_count(mesh, axes), 1
+        for axis in axes:  # the outermost axis is the least significant digit of the shard index
+            placement, digit = placements[axis], digit * mesh.size(axis)
+            step = digit // mesh.size(axis)
+            cuts = [k for k in range(step, count, step) if k % digit]
+            if isinstance(placement, (TensorAtomic, BlockAtomic)):
+                self._check_cuts(placement, [self.get_segment(k, count).start for k in cuts])
+
+    def _check_cuts(self, placement: TensorAtomic | BlockAtomic, cuts: Sequence[int]) -> None:
+        for cut in cuts:
+            n = bisect_left(self._starts, cut) - 1
+            i = self._order[n] if n >= 0 else -1
+            inside = cut - self.tensor_to_offset[i] if n >= 0 else 0
+            if n < 0 or inside >= self.tensor_numels[i]:
+                continue
+            if isinstance(placement, TensorAtomic) or inside % (placement.block_size * self.row_numel(i)):
+                remedy = (
+                    "build the layout with build_for_tensor_atomic"
+                    if isinstance(placement, TensorAtomic)
+                    else f"build the layout with block_size={placement.block_size}"
+                )
+                raise ValueError(
+                    f"{placement!r} does not fit the layout, which cuts tensor {i} {tuple(self.tensor_shapes[i])} after"
+                    f" {inside} of its {self.tensor_numels[i]} elements; {remedy}, or use RowAtomic()"
+                )
 
     def get_segment(self, shard_index: int, shard_count: int) -> Range:
         """Shard `shard_index` of `shard_count`: that many of the layout's segments side by side."""

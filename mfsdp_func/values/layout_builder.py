@@ -11,6 +11,7 @@ import torch
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.padding import PaddingReport, PaddingWarning, finer_view, padding_report
 from mfsdp_func.values.placement import ShardLayout, check_shard_layout
+from mfsdp_func.values.value import as_int, as_ints, as_shape
 
 
 def build_row_atomic_layout(
@@ -65,9 +66,10 @@ def _about_padding(layout: GlobalLayout, report: PaddingReport, shard_layout: Sh
         balanced = padding_report(build_for_row_atomic_balanced(shapes, report.ranks, block_size=block_size))
         words.append(
             "Every segment boundary is a multiple of every row size, so padding grows with their least common multiple."
-            f" ShardLayout.BALANCED stores {balanced.stored:,} ({balanced.times:,.2f} times); ShardLayout.UNPADDED has"
-            " no padding, but unequal segments."
         )
+        if balanced.stored < report.stored:
+            words.append(f"ShardLayout.BALANCED stores {balanced.stored:,} ({balanced.times:,.2f} times);")
+        words.append("ShardLayout.UNPADDED has no padding, but unequal segments.")
     elif not report.hopeless or finer == shape:
         return ""
     if report.hopeless:
@@ -96,6 +98,7 @@ def build_for_row_atomic(shapes: Iterable[Iterable[int]], dp_size: int, *, block
     Raises:
         ValueError: on a 0-D shape, a zero trailing dim, a dim 0 that is no multiple of `block_size`, or a
             `dp_size` or `block_size` that is not positive.
+        TypeError: on a dim, `dp_size` or `block_size` that is no integer.
 
     >>> build_for_row_atomic([(5, 4), (2, 6), (3,)], 2)
     GlobalLayout([(5, 4), (2, 6), (3,)], [0, 24, 20], 48, [0, 24])
@@ -220,12 +223,13 @@ def build_for_tensor_atomic(
     Raises:
         ValueError: if there is not one owner per shape, an owner is not below `dp_size`, or a shape is refused (see
             `build_for_row_atomic`).
+        TypeError: if an owner is no integer; and see there.
 
     >>> build_for_tensor_atomic([(2, 3), (4,), (5,)], 3, tensor_owners=[2, 0, 2])
     GlobalLayout([(2, 3), (4,), (5,)], [4, 0, 10], 15, [0, 4, 4])
     """
     sizes, _ = _check(shapes, dp_size, 1)
-    owners = list(tensor_owners)
+    owners = as_ints("build_for_tensor_atomic: tensor_owners", tensor_owners)
     if len(owners) != len(sizes):
         raise ValueError(f"build_for_tensor_atomic: {len(sizes)} shapes but {len(owners)} owners; give one each")
     held = [0] * dp_size
@@ -247,11 +251,9 @@ def build_for_tensor_atomic(
 def _check(shapes: Iterable[Iterable[int]], dp_size: int, block_size: int) -> tuple[list[torch.Size], list[int]]:
     """The shapes, and for each the number of elements that no boundary may split (``block_size`` rows)."""
     for name, value in (("dp_size", dp_size), ("block_size", block_size)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"layout: {name} must be an int, got {type(value).__name__}")
-        if value < 1:
+        if as_int(f"layout: {name}", value) < 1:
             raise ValueError(f"layout: {name} must be positive, got {value}")
-    sizes = [torch.Size(shape) for shape in shapes]
+    sizes = [as_shape(f"layout: shape of tensor {i}", shape) for i, shape in enumerate(shapes)]
     for i, size in enumerate(sizes):
         if not size:
             raise ValueError(f"layout: tensor {i} is 0-D and has no rows; give it the shape (1,)")

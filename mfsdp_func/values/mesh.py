@@ -7,6 +7,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from mfsdp_func.values.value import Value, as_int, as_ints, this_rank_only
+
 Nested: TypeAlias = "int | tuple[Nested, ...]"
 
 
@@ -33,8 +35,8 @@ class MeshLike(Protocol):
         ...
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class Mesh:
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Mesh(Value):
     """An immutable grid of global process ranks with named axes, the outermost first.
 
     A mesh with ``rank=None`` plans without being anybody (no process group, no hardware). Equality takes part in
@@ -46,6 +48,10 @@ class Mesh:
         ranks: the global ranks in row-major order, each once; by default ``0, 1, 2, ...``.
         rank: the global rank of this process, which may lie outside the mesh; None for nobody.
 
+    Raises:
+        ValueError: if the three contradict one another.
+        TypeError: on sizes or ranks that are no integers.
+
     >>> mesh = Mesh((2, 2), ranks=(3, 1, 0, 2), rank=0)
     >>> mesh.coordinate(), mesh.axis_ranks(1), mesh.size()
     ((1, 0), (0, 2), 4)
@@ -54,7 +60,7 @@ class Mesh:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...]
-    rank: int | None
+    rank: int | None = this_rank_only()
 
     def __init__(
         self,
@@ -63,10 +69,10 @@ class Mesh:
         ranks: Iterable[int] | None = None,
         rank: int | None = None,
     ) -> None:
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+        sizes = as_ints("Mesh: shape", shape if isinstance(shape, Iterable) else (shape,))
         if not sizes or min(sizes) < 1:
             raise ValueError(f"Mesh: shape must hold positive sizes, got {sizes}")
-        grid = tuple(range(math.prod(sizes))) if ranks is None else tuple(int(r) for r in ranks)
+        grid = tuple(range(math.prod(sizes))) if ranks is None else as_ints("Mesh: ranks", ranks)
         if len(grid) != math.prod(sizes) or len(set(grid)) != len(grid) or min(grid) < 0:
             raise ValueError(f"Mesh: shape {sizes} needs {math.prod(sizes)} different ranks >= 0, got {grid}")
         names = tuple(f"axis{i}" for i in range(len(sizes))) if axis_names is None else tuple(axis_names)
@@ -76,7 +82,7 @@ class Mesh:
             ("shape", sizes),
             ("axis_names", names),
             ("ranks", grid),
-            ("rank", rank),
+            ("rank", None if rank is None else as_int("Mesh: rank", rank)),
         ):
             object.__setattr__(self, name, value)
 
@@ -84,19 +90,9 @@ class Mesh:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
         return f"Mesh({axes}, ranks={self.ranks}, rank={self.rank})"
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, self.axis_names, self.ranks, self.rank))
-
     @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name in Mesh.__dataclass_fields__}
 
     @property
     def mesh(self) -> Nested:
@@ -126,7 +122,7 @@ class Mesh:
         return self.rank
 
     def with_rank(self, rank: int | None) -> "Mesh":
-        """The same mesh seen by another process."""
+        """The same mesh as another process sees it."""
         return Mesh(self.shape, self.axis_names, self.ranks, rank)
 
     def __contains__(self, rank: object) -> bool:
@@ -137,11 +133,12 @@ class Mesh:
 
         Raises:
             ValueError: if there is no such axis.
+            TypeError: if it is neither a name nor an integer.
         """
         if isinstance(axis, str):
             if axis in self.axis_names:
                 return self.axis_names.index(axis)
-        elif -self.ndim <= axis < self.ndim:
+        elif -self.ndim <= as_int("a mesh axis that is no name", axis) < self.ndim:
             return axis % self.ndim
         raise ValueError(f"{self} has no axis {axis!r}; its axes are {self.axis_names}")
 
@@ -193,11 +190,6 @@ class Mesh:
         for axis in sorted(axes, reverse=True):
             index = index * self.shape[axis] + coordinate[axis]
         return index
-
-    @cached_property
-    def digest(self) -> tuple[object, ...]:
-        """What every rank of the mesh must agree on: all but who "this process" is."""
-        return (self.shape, self.axis_names, self.ranks)
 
 
 @lru_cache(maxsize=1024)

@@ -1,19 +1,17 @@
 """Who computes which tensor: costs, a balanced choice of owners, and the mapping that `gather` and `scatter` follow."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.values.placement import Placement, Replicate, RowAtomic, Shard
+from mfsdp_func.values.value import KeyedValue, as_int, as_ints, label_field
 
 CostFn: TypeAlias = Callable[[torch.Size], float]
 """The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
@@ -32,13 +30,14 @@ def ns_cost_fn(num_ns_steps: int = 5, *, batch_of_matrices: bool = False) -> Cos
 
     Raises:
         ValueError: if `num_ns_steps` is negative.
+        TypeError: if it is no integer.
 
     >>> ns_cost_fn(1)(torch.Size([2, 3]))
     88
     >>> ns_cost_fn(1, batch_of_matrices=True)(torch.Size([4, 2, 3]))
     352
     """
-    if num_ns_steps < 0:
+    if as_int("ns_cost_fn: num_ns_steps", num_ns_steps) < 0:
         raise ValueError(f"ns_cost_fn: num_ns_steps must not be negative, got {num_ns_steps}")
 
     def cost(shape: torch.Size) -> int:
@@ -116,7 +115,7 @@ def assign_owner_work(
         ValueError: if nobody holds a tensor (it has no rows), an index stands twice, or a cost is refused.
         IndexError: if an index is not one of the layout's.
     """
-    value, indices = as_mesh(mesh), list(tensor_indices)
+    value, indices = as_mesh(mesh), as_ints("assign_owner_work: tensor_indices", tensor_indices)
     axes = layout.check_placements(value, _all_sharded(value) if placements is None else tuple(placements))
     ranks = value.shard_ranks(axes, value.ranks[0])
     costs = tensor_costs(layout, indices, cost_fn)
@@ -152,7 +151,7 @@ def has_matrix_dims(param: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class GroupOwnerLayout:
+class GroupOwnerLayout(KeyedValue):
     """Which rank owns which tensor of one flat buffer: all that `gather` and `scatter` need to know.
 
     An owner may hold no part of its tensor. Where an axis of `placements` says `Replicate()`, each replica group
@@ -169,8 +168,8 @@ class GroupOwnerLayout:
             and a tensor of another dtype is an error. None where calls say it.
 
     Raises:
-        ValueError: if an index or an owner does not exist, or `placements` do not fit.
-        TypeError: if `dtype` is no `torch.dtype`.
+        ValueError: if an index or an owner does not exist, or `placements` do not fit or are broken by the layout.
+        TypeError: if an index or an owner is no integer, or `dtype` is no `torch.dtype`.
 
     >>> from mfsdp_func.values.layout_builder import build_for_row_atomic
     >>> GroupOwnerLayout(Mesh(2), build_for_row_atomic([(4, 2), (2, 2)], 2), {1: 0, 0: 1})
@@ -182,9 +181,7 @@ class GroupOwnerLayout:
     tensor_to_owner: Mapping[int, int]
     placements: tuple[Placement, ...]
     dtype: torch.dtype | None
-    name: str = field(compare=False)
-    key: str = field(init=False, compare=False)
-    """The value with its name as a string: what compiled code guards on."""
+    name: str = label_field()
 
     def __init__(
         self,
@@ -207,10 +204,13 @@ class GroupOwnerLayout:
                 raise ValueError(
                     f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}"
                 )
-        layout.check_placements(value, chosen)
+        layout.check_unbroken(value, chosen)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"GroupOwnerLayout {name!r}: dtype must be a torch.dtype or None, got {dtype!r}")
-        for i, owner in tensor_to_owner.items():
+        owners: dict[int, int] = {}
+        for index, given in tensor_to_owner.items():
+            i = as_int(f"GroupOwnerLayout {name!r}: a tensor index", index)
+            owner = owners[i] = as_int(f"GroupOwnerLayout {name!r}: the owner of tensor {i}", given)
             if not 0 <= i < len(layout.tensor_shapes):
                 raise ValueError(
                     f"GroupOwnerLayout {name!r}: tensor index {i} is given owner {owner}, but the layout has tensors"
@@ -223,13 +223,11 @@ class GroupOwnerLayout:
                 )
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "layout", layout)
-        owners = {int(i): int(owner) for i, owner in sorted(tensor_to_owner.items())}
-        object.__setattr__(self, "tensor_to_owner", MappingProxyType(owners))
+        object.__setattr__(self, "tensor_to_owner", MappingProxyType(dict(sorted(owners.items()))))
         object.__setattr__(self, "placements", chosen)
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "key", f"{self.digest}/{value.rank}/{name}")
-        object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
+        self._register()
 
     @classmethod
     def from_params(
@@ -274,45 +272,9 @@ class GroupOwnerLayout:
         owners = assign_owner_work(layout, mesh, chosen, cost_fn, placements=placements)
         return cls(mesh, layout, owners, placements, name, dtype)
 
-    @staticmethod
-    def from_key(key: str) -> "GroupOwnerLayout":
-        """The living value with a given `key`."""
-        return _BY_KEY[key]
-
-    @cached_property
-    def _value(self) -> tuple[object, ...]:
-        return (self.mesh, self.layout, tuple(self.tensor_to_owner.items()), self.placements, self.dtype)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, GroupOwnerLayout) and self._hash == other._hash and self._value == other._value
-
-    def __hash__(self) -> int:
-        return self._hash
-
     def __repr__(self) -> str:
         owners: object = dict(self.tensor_to_owner)
         if len(self.tensor_to_owner) > 32:
             owners = f"{len(self.tensor_to_owner)} tensors"
         dtype = f", dtype={self.dtype}" if self.dtype else ""
         return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}, name={self.name!r}{dtype})"
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        owners = dict(self.tensor_to_owner)
-        return GroupOwnerLayout, (self.mesh, self.layout, owners, self.placements, self.name, self.dtype)
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all that the ranks must agree on, the same in every process (this rank and `name` left out)."""
-        owners = tuple(self.tensor_to_owner.items())
-        value = (self.mesh.digest, self.layout.digest, owners, self.placements, self.dtype)
-        return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-# Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
-_BY_KEY: WeakValueDictionary[str, GroupOwnerLayout] = WeakValueDictionary()

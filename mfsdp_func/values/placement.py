@@ -18,6 +18,8 @@ from typing import TypeAlias
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from mfsdp_func.values.value import as_int
+
 MeshAxis: TypeAlias = str | int
 
 
@@ -98,12 +100,11 @@ class BlockAtomic(_FlatShard):
     block_size: int
 
     def __init__(self, block_size: int) -> None:
-        if not isinstance(block_size, int) or isinstance(block_size, bool):
-            raise TypeError(f"BlockAtomic: block_size must be an int, got {block_size!r}")
-        if block_size <= 0:
-            raise ValueError(f"BlockAtomic: block_size must be positive, got {block_size}")
+        rows = as_int("BlockAtomic: block_size", block_size)
+        if rows <= 0:
+            raise ValueError(f"BlockAtomic: block_size must be positive, got {rows}")
         super().__init__()
-        object.__setattr__(self, "block_size", block_size)
+        object.__setattr__(self, "block_size", rows)
 
     def _values(self) -> tuple[object, ...]:
         return (self.block_size,)
@@ -125,7 +126,7 @@ class Placements:
 
     Raises:
         ValueError: if a role has another number of placements than there are axes, or an axis stands twice.
-        TypeError: if an entry is not a placement.
+        TypeError: if an entry is not a placement, or an axis is neither a name nor an integer.
 
     >>> Placements(("dp",), [RowAtomic()], [RowAtomic()], [RowAtomic()]).parameter
     (RowAtomic(),)
@@ -143,7 +144,8 @@ class Placements:
         gradient: Iterable[Placement] | Placement,
         optimizer: Iterable[Placement] | Placement,
     ) -> None:
-        axes = (dp_axes,) if isinstance(dp_axes, (str, int)) else tuple(dp_axes)
+        given_axes = (dp_axes,) if isinstance(dp_axes, (str, int)) else tuple(dp_axes)
+        axes = tuple(a if isinstance(a, str) else as_int("Placements: an axis that is no name", a) for a in given_axes)
         if not axes or len(set(axes)) != len(axes):
             raise ValueError(f"Placements: dp_axes must name at least one axis and each only once, got {axes}")
         object.__setattr__(self, "dp_axes", axes)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mfsdp_func.values.value import as_int
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Range:
@@ -9,6 +11,7 @@ class Range:
 
     Raises:
         ValueError: if `start` or `numel` is negative.
+        TypeError: if one is no integer.
 
     >>> Range(4, 3).end
     7
@@ -18,6 +21,9 @@ class Range:
     numel: int
 
     def __post_init__(self) -> None:
+        if not type(self.start) is type(self.numel) is int:
+            object.__setattr__(self, "start", as_int("Range: start", self.start))
+            object.__setattr__(self, "numel", as_int("Range: numel", self.numel))
         if self.start < 0 or self.numel < 0:
             raise ValueError(f"Range: start and numel must not be negative, got {self.start} and {self.numel}")
 
