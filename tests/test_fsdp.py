@@ -83,7 +83,7 @@ def test_averages_over_micro_batches_once() -> None:
     expected, _ = cases.dense_step(module, data)
 
     def program(mesh: mf.Mesh) -> None:
-        apply, params = mf.fully_shard(module, mesh, place(mesh, "four"))
+        apply, params = mf.fully_shard(module, mesh, mf.Placements(0, [ROWS], [mf.Partial("avg")], [ROWS]))
         accumulator = apply.init_accumulator(params)
         for buffer in accumulator.values():
             assert set(buffer.placements) == {mf.Partial("avg")}

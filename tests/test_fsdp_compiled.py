@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, grad_and_value

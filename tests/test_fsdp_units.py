@@ -385,7 +385,7 @@ def test_wrong_buffers() -> None:
             with pytest.raises(error, match=message):
                 apply.gather_parameters(given)
         with pytest.raises(ValueError, match=r"accumulator\['.*'\] is BufferSpec"):
-            apply.accumulate(params, params, x)
+            apply.accumulate(params, params | {"norm": elsewhere.redistribute([FULL])}, x)
 
     on_each((2,), program)
 

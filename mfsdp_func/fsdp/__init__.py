@@ -1,6 +1,7 @@
 """Fully-sharded training as a pure function of sharded buffers."""
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,11 @@ from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.fsdp.absent import copy_without_parameters
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
-from mfsdp_func.fsdp.escape import Escape
 from mfsdp_func.fsdp.grouping import (
     Entry,
     Group,
     Places,
+    Unit,
     Units,
     group_parameters,
     owners_of,
@@ -26,6 +27,7 @@ from mfsdp_func.fsdp.grouping import (
 )
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.fsdp.values import Values
+from mfsdp_func.fsdp.watch import Escape
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.layout import GlobalLayout
@@ -61,13 +63,17 @@ def fully_shard(
     - `parameter`: what rests between the uses of a unit. Where it says `Replicate` for an axis that `optimizer` shards,
       parameters are gathered along it once per pass, and kept until its backward pass ends. If they then are whole
       (ZeRO-1 and ZeRO-2), units run like any module: nothing is gathered or computed again in the backward pass.
-    - `gradient`: in all cases, a unit's gradients are reduced straight to `optimizer` as soon as its backward pass is
-      done. So it must be `optimizer`, or say `Replicate` or `Partial` where that shards: allowed, and no difference.
-      (For whole gradients over several micro-batches, see `ShardedModule.accumulate`.)
+    - `gradient`: what is held between the micro-batches of `ShardedModule.accumulate`: along axes that it shards,
+      gradients are reduced in each of them; along those where it says `Partial("avg")` or `Replicate`, once, at the end.
+      Else a unit's gradients are reduced straight to `optimizer` as soon as its backward pass is done.
 
-    A unit runs as one operation of its parameters and of the tensors among its arguments, and once more in the backward
-    pass: with the same dropout masks, autocast, modes and module buffers. It may not write into its arguments, nor keep
-    a differentiable tensor for others (`Escape`). All ranks run the same units in the same order.
+    A unit runs as one operation of its parameters and of the tensors among its arguments. Its Python code runs once per
+    forward pass; the backward pass gathers its parameters again, and differentiates the graph that the forward pass has
+    built. (It runs again, with the same dropout masks, autocast, modes and module buffers, for derivatives beyond the
+    first, in forward mode, under `vmap`, and where `FsdpContext.recompute` says so.) It may not write into its
+    parameters or its differentiable arguments, nor keep a differentiable tensor for others (`Escape`). What it computes
+    from parameters (casts of autocast, merged weights) counts as an activation, and stays until the backward pass. All
+    ranks run the same units in the same order.
 
     `apply` also works inside ``torch.compile(fullgraph=True)``, alone or in a whole training step. Dynamo then sees one
     call; arguments are tensors and constants in tuples, lists and dicts.
@@ -125,6 +131,7 @@ def fully_shard(
         bound,
         frozen,
         prefetch=chosen.prefetch,
+        recompute=_recomputed(found, chosen.recompute),
         cast_inputs=chosen.cast_forward_inputs,
         output_dtype=chosen.output_dtype,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
@@ -160,6 +167,16 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
         raise ValueError(f"fully_shard: all shards of {placements} must be of one kind, got {sorted(map(repr, kinds))}")
 
 
+def _recomputed(units: Sequence[Unit], recompute: bool | Iterable[str]) -> frozenset[str]:
+    names = [unit.name for unit in units if not unit.held]
+    if isinstance(recompute, bool):
+        return frozenset(names if recompute else ())
+    chosen = frozenset([recompute] if isinstance(recompute, str) else recompute)
+    if unknown := sorted(chosen.difference(names)):
+        raise ValueError(f"fully_shard: recompute names {unknown[0]!r}, expected names of units: {names}")
+    return chosen
+
+
 class _Choices(NamedTuple):
     """What a context says about single parameters, by their places."""
 
@@ -182,6 +199,11 @@ def _choices(module: nn.Module, places: Places, placements: Placements, context:
 def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> Bound:
     context, layout = choices.context, _layout(group, mesh, placements, choices)
     param_dtype = context.param_dtype if context.param_dtype and group.dtype.is_floating_point else group.dtype
+    if param_dtype.is_complex and context.reduce_dtype is not None and not context.reduce_dtype.is_complex:
+        raise TypeError(
+            f"fully_shard: reduce_dtype is {context.reduce_dtype}, and parameter {group.entries[0].name!r} is {param_dtype}:"
+            " the imaginary part of its gradient would be dropped; leave reduce_dtype out, or give a complex one"
+        )
     return Bound(
         key=group.key,
         spec=BufferSpec(mesh, placements.optimizer, layout),
@@ -189,7 +211,9 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
         main_dtype=group.dtype,
         param_dtype=param_dtype,
         reduce_dtype=context.reduce_dtype or param_dtype,
+        names=tuple(entry.name for entry in group.entries),
         shapes=tuple(entry.shape for entry in group.entries),
+        gradient=tuple(placements.gradient),
         trainable=group.trainable,
         deterministic=context.deterministic,
     )

@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.effects.token import Token
 from mfsdp_func.operations.dbuffer import DBuffer, redistribute
 from mfsdp_func.values.buffer_spec import BufferSpec
-from mfsdp_func.values.placement import Partial, Replicate, Shard, shard_axes
+from mfsdp_func.values.placement import Partial, Placement, Replicate, Shard, shard_axes
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Bound:
         main_dtype: of the main weights, and of their gradients.
         param_dtype: in which they are gathered.
         reduce_dtype: in which gradients are averaged.
+        names: of the parameters, the first of each.
         shapes: logical shapes of the parameters, which the layout may lay out otherwise.
+        gradient: how accumulated gradients lie: sharded axes are reduced in each pass, the others once, at the end.
         trainable: whether gradients are taken.
         deterministic: see `FsdpContext`.
     """
@@ -36,7 +39,9 @@ class Bound:
     main_dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
+    gradient: tuple[Placement, ...]
     trainable: bool
     deterministic: bool
 
@@ -49,6 +54,17 @@ class Bound:
     def average(self) -> BufferSpec:
         """The spec of a whole buffer of gradients that are still to be averaged."""
         return BufferSpec(self.spec.mesh, (Partial("avg"),) * self.spec.mesh.ndim, self.spec.layout)
+
+    @cached_property
+    def accumulator(self) -> BufferSpec:
+        """The spec of accumulated gradients."""
+        placements: list[Placement] = []
+        for axis in reversed(range(self.spec.mesh.ndim)):
+            # Shards are the last placements, so an axis is reduced only where all inner ones are.
+            inner = all(isinstance(placement, Shard) for placement in placements)
+            sharded = isinstance(self.gradient[axis], Shard) and inner
+            placements.insert(0, self.spec.placements[axis] if sharded else Partial("avg"))
+        return BufferSpec(self.spec.mesh, placements, self.spec.layout)
 
     @property
     def rests_apart(self) -> bool:
@@ -101,8 +117,27 @@ class Bound:
 
     def reduce(self, flat: torch.Tensor) -> torch.Tensor:
         """The average over all ranks of flat gradients, as the main weights are sharded. Communicates."""
-        mean = DBuffer(self.average, flat).redistribute(self.spec.placements, deterministic=self.deterministic)
-        return mean.local_buffer.to(self.main_dtype)
+        return self._averaged(self.average, flat, self.spec).to(self.main_dtype)
+
+    def accumulated(self, flat: torch.Tensor) -> torch.Tensor:
+        """Flat gradients as accumulators take them. Communicates where these are sharded."""
+        return self._averaged(self.average, flat, self.accumulator)
+
+    def reduce_accumulated(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The average over all ranks of what `accumulated` gave, as the main weights are sharded. Communicates."""
+        return self._averaged(self.accumulator, gradient, self.spec).to(self.main_dtype)
+
+    def _averaged(self, source: BufferSpec, gradient: torch.Tensor, target: BufferSpec) -> torch.Tensor:
+        mean = DBuffer(source, gradient).redistribute(target.placements, deterministic=self.deterministic)
+        return mean.local_buffer
+
+    def spread(self, accumulator: torch.Tensor) -> torch.Tensor:
+        """A whole buffer that depends on an accumulator as its gradient says: `accumulated` is the transpose."""
+        axes = shard_axes(self.accumulator.placements)
+        relabelled = tuple(p if isinstance(p, Shard) else Replicate() for p in self.accumulator.placements)
+        scaled = accumulator / math.prod(self.spec.mesh.size(axis) for axis in axes) if axes else accumulator
+        buffer = DBuffer(BufferSpec(self.spec.mesh, relabelled, self.spec.layout), scaled.to(self.param_dtype))
+        return buffer.redistribute(self.whole.placements).local_buffer
 
 
 class _AverageGradient(torch.autograd.Function):
@@ -156,14 +191,14 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         flat = gradient.to(ctx.bound.reduce_dtype)
-        return (None, None, flat) if ctx.accumulates else (None, ctx.bound.reduce(flat), None)
+        return (None, None, ctx.bound.accumulated(flat)) if ctx.accumulates else (None, ctx.bound.reduce(flat), None)
 
     @staticmethod
     def jvp(ctx: Any, _bound: None, of_shard: torch.Tensor | None, of_accumulator: torch.Tensor | None) -> torch.Tensor:
         if not ctx.accumulates and of_shard is not None:
             return ctx.bound.gather_averaging(of_shard).local_buffer
         if of_accumulator is not None:
-            return of_accumulator.to(ctx.bound.param_dtype)
+            return ctx.bound.spread(of_accumulator)
         return torch.zeros(ctx.bound.whole.local_numel, dtype=ctx.bound.param_dtype, device=ctx.device)
 
     @staticmethod
@@ -176,15 +211,15 @@ class Kept(torch.autograd.Function):
     ) -> tuple[torch.Tensor, int]:
         def run(shard: torch.Tensor, *accumulator: torch.Tensor) -> torch.Tensor:
             full = bound.gather_averaging(shard).local_buffer
-            return with_gradient_to(full, accumulator[0]) if accumulator else full
+            return with_gradient_to(bound, full, accumulator[0]) if accumulator else full
 
         given = (shard,) if accumulator is None else (shard, accumulator)
         return torch.func.vmap(run, in_dims[1 : 1 + len(given)])(*given), 0
 
 
-def with_gradient_to(full: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+def with_gradient_to(bound: Bound, full: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
     """The values of a whole buffer, whose gradient goes to an accumulator: that acts as zeros added to a constant."""
-    return full.detach() + (accumulator - accumulator.detach()).to(full.dtype)
+    return full.detach() + bound.spread(accumulator - accumulator.detach())
 
 
 class GatherCache:
@@ -214,9 +249,10 @@ class GatherCache:
 
     def drop(self) -> None:
         """Wait for gathers that nobody took (the order of units has changed), and forget them."""
-        for _, token, _ in self._entries.values():
-            token.wait()
-        self._entries.clear()
+        entries, self._entries = self._entries, {}
+        with temporarily_clear_interpreter_stack():  # they were started outside of the transform that may be active now
+            for _, token, _ in entries.values():
+                token.wait()
 
 
 _Identity: TypeAlias = tuple[str, int, int]
@@ -224,4 +260,4 @@ _Identity: TypeAlias = tuple[str, int, int]
 
 def _identity(bound: Bound, source: torch.Tensor) -> _Identity:
     # All ranks must find the same, so what differs on one alone does not count: empty sources all have one address.
-    return bound.key, source.data_ptr(), source._version
+    return bound.key, source.data_ptr(), 0 if source.is_inference() else source._version

@@ -5,7 +5,7 @@ gather, computation and reduction, and in the backward pass gathers again. Dynam
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,10 +14,7 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.buffer_spec import BufferSpec
 
-if TYPE_CHECKING:
-    from mfsdp_func.fsdp.sharded_module import ShardedModule
-
-_MODULES: "WeakValueDictionary[str, ShardedModule]" = WeakValueDictionary()
+_MODULES: "WeakValueDictionary[str, Any]" = WeakValueDictionary()
 _STRUCTURES: "dict[str, Structure]" = {}
 _MAKERS: dict[str, tuple[Callable[..., Any], Any]] = {}
 """For nodes of registered types: what puts one together, and its context."""
@@ -26,7 +23,7 @@ Structure: TypeAlias = tuple[Any, ...]
 """A pytree of tensors as constants: ``(kind, keys, *children)``. Dynamo cannot guard on a `TreeSpec`."""
 
 
-def register(key: str, module: "ShardedModule") -> None:
+def register(key: str, module: object) -> None:
     """Let compiled code find a module by a key of its own."""
     _MODULES[key] = module
 
@@ -119,21 +116,3 @@ def _in_graph(
         )
     _STRUCTURES[f"{method} {key}"] = _describe(structure)
     return tuple(leaves)
-
-
-# Compilers like to put off additions until somebody needs the sum, and keep all terms until then: full parameters too.
-_LIBRARY = torch.library.Library("mfsdp_func", "FRAGMENT")
-_LIBRARY.define("unit_boundary(Tensor[] tensors) -> Tensor[]")
-
-
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-
-
-_LIBRARY.impl("unit_boundary", _copies, "CompositeExplicitAutograd")
-torch.library.register_fake("mfsdp_func::unit_boundary", _copies, lib=_LIBRARY)
-
-
-def unit_boundary(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors as copies that a compiler must have made before it goes on."""
-    return tuple(torch.ops.mfsdp_func.unit_boundary(list(tensors)))

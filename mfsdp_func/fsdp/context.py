@@ -30,6 +30,8 @@ class FsdpContext:
         output_dtype: dtype of the floating-point results of `apply`; None to leave them.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         deterministic: average gradients by a fold in rank order; see `reduce_scatter`.
+        recompute: names of units that keep no activations, and run again in the backward pass; True for all. Gives the same
+            numbers where a unit draws from the global generators of torch, Python and NumPy alone.
         prefetch: in eager mode, gather the next unit's parameters while this unit computes.
         init: gives the values of the parameters that a module owns directly, where they are on the meta device; called
             as ``init(name, module)`` with empty parameters on `device`. By default ``module.reset_parameters()``.
@@ -46,6 +48,7 @@ class FsdpContext:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     deterministic: bool = False
+    recompute: bool | frozenset[str] | tuple[str, ...] = False
     prefetch: bool = True
     init: Callable[[str, nn.Module], None] | None = field(default=None)
     seed: int = 0

@@ -1,18 +1,23 @@
 """One forward pass: which parameters a unit takes, where they are gathered from, and which unit comes next."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
 
+from mfsdp_func.effects.move import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
+from mfsdp_func.fsdp.graph import version_of
 from mfsdp_func.fsdp.grouping import Unit
-from mfsdp_func.fsdp.replay import Start, buffers_written, swapped, tensor_leaves
-from mfsdp_func.fsdp.unit import Compute, UnitCall, call_unit
+from mfsdp_func.fsdp.replay import Start, buffers_written, is_traced, swapped
+from mfsdp_func.fsdp.trees import containers_of, substituted, tensor_leaves
+from mfsdp_func.fsdp.unit import UnitCall, call_unit
+from mfsdp_func.fsdp.watch import written
 from mfsdp_func.operations.dbuffer import DBuffer
 
 Params: TypeAlias = Mapping[str, DBuffer]
@@ -30,11 +35,10 @@ class Pass:
         accumulator: buffers that gradients go to, of the trainable groups; None where they go to `params`.
         cache: gathers in flight; None to start none.
         cast_inputs: see `FsdpContext`.
-        watched: see `UnitCall`.
+        recompute: names of units that run again in the backward pass.
         order: indices of the units in the order of the last pass.
         changing: index of a unit -> names of the module buffers that it writes into, once it has run.
         sequence: like `order`, of this pass so far.
-        all_watched: whether all units so far have been watched.
     """
 
     skeleton: nn.Module
@@ -44,13 +48,15 @@ class Pass:
     accumulator: Params | None
     cache: GatherCache | None
     cast_inputs: bool
-    watched: bool
+    recompute: frozenset[str]
     order: tuple[int, ...]
     changing: dict[int, frozenset[str]]
     sequence: list[int] = field(default_factory=list)
-    all_watched: bool = True
+    ended: bool = False
+    """Whether what runs now is a part of it once more, for activation checkpointing."""
     _resting: dict[str, torch.Tensor] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _kept_versions: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def held(self) -> Generator[None, None, None]:
@@ -61,6 +67,7 @@ class Pass:
                 places |= {f"{unit.name}.{path}".lstrip("."): p for path, p in self._kept_places(unit).items()}
         with swapped(self.skeleton, places), buffers_written(self._open_modules()):
             yield
+        self._check_unwritten([unit for unit in self.units if unit.held])
 
     def _open_modules(self) -> list[nn.Module]:
         """The modules that run as any module does, and not as one operation with others."""
@@ -75,49 +82,73 @@ class Pass:
         unit = self.units[index]
         module = self.skeleton.get_submodule(unit.name)
         modules = list(module.modules())
-        inputs, rebuild = tensor_leaves((args, kwargs))
+        tensors, rebuild = tensor_leaves((args, kwargs))
         if self.bound[unit.groups[0]].rests_whole:
-            args, kwargs = rebuild([self._cast(unit, tensor) for tensor in inputs])
+            args, kwargs = rebuild([self._cast(unit, tensor) for tensor in tensors])
             with swapped(module, self._kept_places(unit)):
-                return forward(*args, **kwargs)
+                results = forward(*args, **kwargs)
+            self._check_unwritten([unit])
+            return results
+        inputs = list({id(tensor): tensor for tensor in tensors if _is_routed(tensor)}.values())
+        numbers = {id(tensor): n for n, tensor in enumerate(inputs)}
+        slots = [numbers.get(id(tensor), tensor) for tensor in tensors]
+        own = containers_of((args, kwargs))
         structure: list[Any] = []
         starts: list[Start] = []
 
-        def compute(params: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        def placed(params: Sequence[Sequence[torch.Tensor]]) -> AbstractContextManager[None]:
             by_group = dict(zip(unit.groups, params, strict=True))
-            places = {path: by_group[entry.group][entry.index] for path, entry in unit.names}
-            args, kwargs = rebuild([self._cast(unit, tensor) for tensor in tensors])
-            first = not starts
-            if first:
-                starts.append(Start(module, self.changing.get(index)))
-            with swapped(module, places), buffers_written(modules) if first else starts[0].again():
-                outputs, put_back = tensor_leaves(forward(*args, **kwargs))
-            if first:
-                self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
-            structure[:] = [put_back]
+            return swapped(module, {path: by_group[entry.group][entry.index] for path, entry in unit.names})
+
+        def compute(params: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            casted = [self._cast(unit, given[slot] if isinstance(slot, int) else slot) for slot in slots]
+            if starts:  # again: on copies of the containers, as they were
+                args_again, kwargs_again = rebuild(casted)
+                with placed(params), starts[0].again():
+                    outputs, structure[:] = _as_list(tensor_leaves(forward(*args_again, **kwargs_again)))
+                return outputs
+            starts.append(Start(module, self.changing.get(index)))
+            inner = {id(old): new for old, new in zip(tensors, casted, strict=True) if old is not new}
+            with substituted((args, kwargs), inner) as trees, placed(params), buffers_written(modules):
+                results = forward(*trees[0], **trees[1])
+            outputs, structure[:] = _as_list(tensor_leaves(results, own))
+            self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
             return outputs
 
-        outputs = self._call(index, inputs, compute)
+        others = [slot for slot in slots if isinstance(slot, torch.Tensor)]
+        around = [*others, *(buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None)]
+        outputs = self._call(index, inputs, compute, placed, around)
         return structure[0](outputs)
 
-    def _call(self, index: int, inputs: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor]:
+    def _call(
+        self,
+        index: int,
+        inputs: Sequence[torch.Tensor],
+        compute: Callable[..., list[torch.Tensor]],
+        placed: Callable[..., AbstractContextManager[None]],
+        around: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
         unit, place = self.units[index], len(self.sequence)
-        self.sequence.append(index)
         bound = tuple(self.bound[key] for key in unit.groups)
         apart, accumulate = bound[0].rests_apart, self.accumulator is not None
-        after, before = self._neighbours(place, index)
+        after, before = ((), ()) if self.ended else self._neighbours(place, index)
+        if not self.ended:
+            self.sequence.append(index)
         call = UnitCall(
             unit.name,
             compute,
+            placed,
+            around,
             bound,
             accumulate=accumulate,
             apart=apart,
             following=tuple(self.bound[key] for key in after),
             preceding=tuple(self.bound[key] for key in before),
             cache=self.cache,
-            watched=self.watched,
+            recompute=unit.name in self.recompute,
+            origin=self,
         )
-        outputs = call_unit(
+        return call_unit(
             call,
             [
                 *(self.params[key].local_buffer for key in unit.groups),
@@ -127,8 +158,14 @@ class Pass:
                 *inputs,
             ],
         )
-        self.all_watched &= call.was_watched
-        return outputs
+
+    def _check_unwritten(self, units: Sequence[Unit]) -> None:
+        """Parameters that stay gathered for the pass were not written into."""
+        for unit in units:
+            for key in unit.groups:
+                if self._kept_versions.get(key, 0) != (now := _version(self._kept[key][0])):
+                    self._kept_versions[key] = now
+                    raise written(unit.name, self.bound[key].names)
 
     def _kept_places(self, unit: Unit) -> dict[str, torch.Tensor]:
         """A unit's full parameters by name, which stay gathered until the pass and its backward pass end."""
@@ -137,6 +174,7 @@ class Pass:
                 bound = self.bound[key]
                 full = Kept.apply(bound, self.params[key].local_buffer, self._accumulator(key))
                 self._kept[key] = bound.params(DBuffer(bound.whole, full))
+                self._kept_versions[key] = _version(full)
         return {path: self._kept[entry.group][entry.index] for path, entry in unit.names}
 
     def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +209,29 @@ class Pass:
 
     def _accumulator_or_zeros(self, key: str) -> torch.Tensor:
         given = self._accumulator(key)
-        return self.params[key].local_buffer.new_zeros(self.bound[key].average.local_numel) if given is None else given
+        return (
+            self.params[key].local_buffer.new_zeros(self.bound[key].accumulator.local_numel) if given is None else given
+        )
+
+
+def _as_list(leaves: tuple[list[torch.Tensor], Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    return leaves[0], [leaves[1]]
+
+
+def _is_routed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor must come as an input of the operation; the others are constants of it."""
+    return (
+        tensor.requires_grad
+        or not is_untransformed()
+        or is_traced([tensor])
+        or _functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return version_of(tensor)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:

@@ -1,6 +1,8 @@
 """Running a module as it ran before (random states, autocast, modes, buffers), and on parameters not its own."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,6 @@ from torch import nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -21,6 +22,19 @@ def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def random_states() -> tuple[Any, Any]:
+    """Those of Python and of NumPy; None where that is not loaded."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def set_random_states(states: tuple[Any, Any]) -> None:
+    """Go on from what `random_states` gave."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(states[1])
+
+
 @dataclass(frozen=True)
 class Ambient:
     """What a computation depends on besides its arguments.
@@ -28,22 +42,25 @@ class Ambient:
     Attributes:
         device: of the tensors.
         random: random states of the CPU and, for tensors on CUDA, of their device; None where a compiler traces.
+        others: those of Python and, where it is loaded, of NumPy; likewise.
         autocast: dtype of `torch.autocast`; None where it is off.
     """
 
     device: torch.device
     random: tuple[torch.Tensor, torch.Tensor | None] | None
+    others: tuple[Any, Any] | None
     autocast: torch.dtype | None
 
     @classmethod
     def current(cls, tensors: Sequence[torch.Tensor]) -> "Ambient":
         """As it is now, for a computation on `tensors`."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        random = None
+        torch_states = others = None
         if not is_traced(tensors):
-            random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            others = random_states()
+            torch_states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         enabled = torch.is_autocast_enabled(device.type)
-        return cls(device, random, torch.get_autocast_dtype(device.type) if enabled else None)
+        return cls(device, torch_states, others, torch.get_autocast_dtype(device.type) if enabled else None)
 
     @contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -55,6 +72,9 @@ class Ambient:
                 torch.set_rng_state(cpu)
                 if cuda is not None:
                     torch.cuda.set_rng_state(cuda, self.device)
+            if self.others is not None:
+                stack.callback(set_random_states, random_states())
+                set_random_states(self.others)
             enabled = self.autocast is not None
             if enabled or torch.is_autocast_enabled(self.device.type):
                 stack.enter_context(torch.autocast(self.device.type, self.autocast, enabled))
@@ -172,18 +192,3 @@ def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
     while tensor is not None and _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return None if tensor is None else tensor.detach()
-
-
-def tensor_leaves(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-    """The tensors of a pytree, and what puts others in their places."""
-    leaves, spec = pytree.tree_flatten(tree)
-    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # a template keeps no tensor alive
-
-    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        filled = list(others)
-        for n, tensor in zip(at, tensors, strict=True):
-            filled[n] = tensor
-        return pytree.tree_unflatten(filled, spec)
-
-    return [leaves[n] for n in at], rebuild

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
@@ -20,6 +19,7 @@ from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
 from mfsdp_func.fsdp.table import table
+from mfsdp_func.fsdp.unit import call_of_node
 from mfsdp_func.operations.dbuffer import DBuffer
 
 
@@ -51,6 +51,7 @@ class ShardedModule:
         frozen_params: Params,
         *,
         prefetch: bool,
+        recompute: frozenset[str],
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
         device_mesh: DeviceMesh | None,
@@ -59,11 +60,11 @@ class ShardedModule:
         self.bound, self.places = dict(bound), places
         self.names = ParameterNames(self.groups, places)
         self._device_mesh = device_mesh
+        self._recompute = recompute
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
         self._cache = GatherCache() if prefetch else None
         self._order: tuple[int, ...] = ()
         self._changing: dict[int, frozenset[str]] = {}
-        self._watched: set[int] = set()
         self._own(skeleton)
         for n, unit in enumerate(self.units):
             if not unit.held:
@@ -87,7 +88,7 @@ class ShardedModule:
         memo[id(self)] = twin  # the units' forwards refer to it
         twin.frozen_params = {key: DBuffer(b.spec, b.local_buffer.clone()) for key, b in self.frozen_params.items()}
         twin._cache = None if self._cache is None else GatherCache()
-        twin._changing, twin._watched = dict(self._changing), set(self._watched)
+        twin._changing = dict(self._changing)
         twin._own(copy.deepcopy(self._skeleton, memo))
         return twin
 
@@ -107,8 +108,8 @@ class ShardedModule:
             ValueError: if `sharded_params` are not the buffers that `fully_shard` returned, or others like them.
             TypeError: if one of them is no `DBuffer`, or of another dtype.
             Escape: where it is differentiated, if a tensor enters or leaves a unit other than as an argument or a
-                result. Looked for in the first call of each kind (modes, hooks, and arguments that are no tensors).
-            RuntimeError: if a parameter is used outside of its unit.
+                result.
+            RuntimeError: if a parameter is used outside of its unit, or written into.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._call_in_graph("_apply", (sharded_params,), args, kwargs)
@@ -131,21 +132,25 @@ class ShardedModule:
         return dict(self._skeleton.named_buffers())
 
     def init_accumulator(self, sharded_params: Params) -> dict[str, DBuffer]:
-        """Zeros to add unreduced gradients to: one whole buffer per group on every rank, in the reduce dtype."""
+        """Zeros to add gradients to: a buffer per group, in the reduce dtype, as the `gradient` placements say.
+
+        Along axes that these shard, gradients are reduced in every pass, and a shard is held; along the others
+        (``Partial("avg")``, `Replicate`) they are reduced once, by `reduce`, and held whole.
+        """
         self._check(sharded_params, "sharded_params")
         trainable = {key: bound for key, bound in self.bound.items() if bound.trainable}
         return {
             key: DBuffer(
-                bound.average,
-                sharded_params[key].local_buffer.new_zeros(bound.average.local_numel, dtype=bound.reduce_dtype),
+                bound.accumulator,
+                sharded_params[key].local_buffer.new_zeros(bound.accumulator.local_numel, dtype=bound.reduce_dtype),
             )
             for key, bound in trainable.items()
         }
 
     def accumulate(self, sharded_params: Params, accumulator: Params, *args: Any, **kwargs: Any) -> Any:
-        """Like `apply`, but differentiable in `accumulator` alone: its gradient is this rank's own, without reduction.
+        """Like `apply`, but differentiable in `accumulator` alone: its gradient is reduced only as `init_accumulator` says.
 
-        Add up the gradients of several micro-batches, then reduce them once:
+        Add up the gradients of several micro-batches, then reduce what is left:
 
             zeros = apply.init_accumulator(params)
             gradient = torch.func.grad(lambda zeros: loss(apply.accumulate(params, zeros, batch)))(zeros)
@@ -165,7 +170,7 @@ class ShardedModule:
 
     def _reduce(self, accumulator: Params) -> dict[str, torch.Tensor]:
         self._check(accumulator, "accumulator", accumulates=True)
-        return {key: self.bound[key].reduce(buffer.local_buffer) for key, buffer in accumulator.items()}
+        return {key: self.bound[key].reduce_accumulated(buffer.local_buffer) for key, buffer in accumulator.items()}
 
     def gather_parameters(self, sharded_params: Params) -> dict[str, torch.Tensor]:
         """All parameters in full, by every name (tied ones under each of theirs), on every rank. Communicates."""
@@ -220,7 +225,7 @@ class ShardedModule:
                 " returned, or buffers like them"
             )
         for key, bound in expected.items():
-            buffer, spec = given[key], bound.average if accumulates else bound.spec
+            buffer, spec = given[key], bound.accumulator if accumulates else bound.spec
             dtype = bound.reduce_dtype if accumulates else bound.main_dtype
             if not isinstance(buffer, DBuffer):
                 raise TypeError(f"apply: {what}[{key!r}] is a {type(buffer).__name__}, expected a DBuffer")
@@ -272,7 +277,6 @@ class ShardedModule:
         self._check(params, "sharded_params")
         if accumulator is not None:
             self._check(accumulator, "accumulator", accumulates=True)
-        kind = self._kind(args, kwargs)
         run = Pass(
             self._skeleton,
             self.units,
@@ -281,7 +285,7 @@ class ShardedModule:
             accumulator,
             cache=self._cache,
             cast_inputs=self._cast_inputs,
-            watched=kind not in self._watched,
+            recompute=self._recompute,
             order=self._order,
             changing=self._changing,
         )
@@ -293,18 +297,9 @@ class ShardedModule:
                 result = self._skeleton(*args, **kwargs)
         finally:
             self._current.reset(before)
+            run.ended = True
         self._order = tuple(run.sequence)
-        if run.all_watched:
-            self._watched.add(kind)
         return result if self._output_dtype is None else cast_floats(result, self._output_dtype)
-
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Calls of one kind run through the same code, as far as can be seen here."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        plain = [leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf).__name__ for leaf in leaves]
-        modules = list(self._skeleton.modules())
-        state = [(sub.training, len(sub._forward_hooks), len(sub._forward_pre_hooks)) for sub in modules]
-        return hash((str(spec), tuple(plain), tuple(state), torch.is_grad_enabled()))
 
     def run_unit(self, index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's own forward as part of the pass that is going on.
@@ -312,10 +307,25 @@ class ShardedModule:
         Raises:
             RuntimeError: if there is none.
         """
-        run = self._current.get()
+        run = self._current.get() or self._pass_of_backward()
         if run is None:
             raise RuntimeError("this module belongs to fully_shard's apply; call apply(sharded_params, ...) instead")
         return run.run_unit(index, forward, args, kwargs)
+
+    def _pass_of_backward(self) -> Pass | None:
+        """The pass of which activation checkpointing runs a part again: the one whose graph is being differentiated."""
+        start: Any = torch._C._current_autograd_node()
+        pending, seen = [start] if start is not None else [], set[Any]()
+        while pending:
+            node = pending.pop(0)
+            call = call_of_node(node)
+            if call is not None and isinstance(call.origin, Pass) and call.origin.skeleton is self._skeleton:
+                return call.origin
+            for after, _ in node.next_functions:
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    pending.append(after)
+        return None
 
 
 class _UnitForward:

@@ -1,32 +1,34 @@
-"""One unit's forward and backward: full parameters exist only inside, and are gathered again for the backward pass.
+"""One unit's forward and backward: full parameters exist only while it computes, and its forward runs once.
 
-Two autograd Functions (a backward that regathers inline would be kept alive by `torch.func.grad`, which builds a graph
-of the backward itself): `_Forward` saves shards and inputs; its backward calls `_Backward`, whose own forward gathers
-again, differentiates the module with `torch.func.vjp`, and leaves only shards behind. Derivatives beyond, and `vmap`,
-go through the same computation written with differentiable operations.
+Two autograd Functions (a backward that gathers inline would be kept alive by `torch.func.grad`, which builds a graph of
+the backward itself): `_Forward` runs the unit and keeps its graph without the parameters; its backward calls
+`_Backward`, whose own forward gathers them again and differentiates that graph; see `UnitGraph`. Where a graph does not
+serve, the unit runs again: for derivatives beyond the first, forward mode, `vmap`, and where that was asked for.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from mfsdp_func.effects.move import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
-from mfsdp_func.fsdp.compiled import unit_boundary
-from mfsdp_func.fsdp.draws import Recorded, Refused, Replayed
-from mfsdp_func.fsdp.escape import changed_in_place, run_watched
+from mfsdp_func.fsdp.draws import DrawsRefused
+from mfsdp_func.fsdp.graph import UnitGraph, version_of
+from mfsdp_func.fsdp.operators import unit_boundary
 from mfsdp_func.fsdp.replay import Ambient, is_traced
+from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
 
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-Compute: TypeAlias = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], list[torch.Tensor]]
-"""``outputs = compute(parameters of each group, tensor inputs)``"""
+Params: TypeAlias = Sequence[Sequence[torch.Tensor]]
+"""The parameters of each group."""
 
 
 class Parts(NamedTuple):
@@ -40,41 +42,76 @@ class Parts(NamedTuple):
     inputs: Tensors
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a backward pass is asked for.
+
+    Attributes:
+        groups: which groups' gradients.
+        inputs: which inputs' gradients.
+        outputs: which outputs have a cotangent.
+    """
+
+    groups: tuple[bool, ...]
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the first run of a unit tells.
+
+    Attributes:
+        ambient: what it ran under.
+        outputs: of each tensor output, whether its dtype has gradients.
+        carries: of each, whether it depends on anything that is differentiated.
+        sums: of each, the sum and the sum of magnitudes, by which a second run is told from the first; none where no
+            second run is planned.
+    """
+
+    ambient: Ambient
+    outputs: tuple[bool, ...]
+    carries: tuple[bool, ...]
+    sums: tuple[torch.Tensor, ...] = ()
+
+
 @dataclass(eq=False)
 class UnitCall:
     """One call of a unit: everything but its tensors, which come in the order of `Parts`.
 
     Attributes:
         label: the unit's name.
-        run: the computation; see `Compute`.
+        run: ``outputs = run(parameters of each group, tensor inputs)``.
+        placed: puts parameters into the module.
+        around: tensors besides that the unit may save for its backward pass.
         bound: the groups.
         accumulate: whether gradients go, unreduced, to accumulators instead of shards.
         apart: whether parameters are gathered from other tensors than the shards of the main weights.
         following: groups of the unit that comes next, whose sources come along so that their gather can start early.
         preceding: groups of the unit that came before, likewise for the backward pass.
         cache: gathers in flight, shared by all calls of a module; None to start none.
-        watched: whether to look for tensors that enter or leave unseen; see `run_watched`.
+        recompute: whether to run again in the backward pass, instead of keeping activations.
+        origin: the pass that this is part of.
     """
 
     label: str
-    run: Compute
+    run: Callable[[Params, Sequence[torch.Tensor]], list[torch.Tensor]]
+    placed: Callable[[Params], AbstractContextManager[None]]
+    around: Sequence[torch.Tensor]
     bound: tuple[Bound, ...]
     accumulate: bool
     apart: bool
     following: tuple[Bound, ...]
     preceding: tuple[Bound, ...]
     cache: GatherCache | None
-    watched: bool
-    was_watched: bool = False
-    """Whether that was done."""
-    ambient: Ambient | None = None
-    """Of the forward pass, for the same dropout masks in the backward one; known once it has run."""
-    outputs: tuple[bool, ...] = ()
-    """Of each tensor output, likewise: whether it has gradients."""
-    draws: int = 0
-    """Number of random tensors that follow the outputs, likewise: in compiled code, which has no random state."""
-    drawn: Sequence[str] = ()
-    """The operators that drew them."""
+    recompute: bool
+    origin: object
+    wanted: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+    """Which groups and which inputs are differentiated, by whatever transform; known when it is called."""
+    learned: Learned | None = None
+    """Known once it has run."""
+    graph: UnitGraph | None = None
+    """There from then until its backward pass."""
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
@@ -85,140 +122,182 @@ class UnitCall:
         following, preceding = tuple(islice(given, len(self.following))), tuple(islice(given, len(self.preceding)))
         return Parts(shards, accumulators, sources, following, preceding, tuple(given))
 
-    def gather(self, parts: Parts) -> list[list[torch.Tensor]]:
-        """The parameters of all groups, from where they rest."""
-        take = Bound.gather if self.cache is None else self.cache.take
-        return [b.params(take(b, source)) for b, source in zip(self.bound, parts.sources, strict=True)]
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The unit's outputs where nothing is differentiated."""
+        parts = self.split(tensors)
+        full = [_counted(params) for params in self._params(self._unshard_in_order(parts))]
+        outputs = self.run(full, list(parts.inputs))
+        if not is_traced(tensors):
+            self._check_unwritten(full)
+        return outputs
 
-    def gather_tracked(self, parts: Parts) -> list[list[torch.Tensor]]:
+    def forward_keeping(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        """The unit's outputs; its graph stays here."""
+        parts, traced = self.split(tensors), is_traced(tensors)
+        ambient = Ambient.current(tensors)
+        graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
+        graph.empty()
+        floats = tuple(map(is_differentiable, outputs))
+        sums = tuple(map(_fingerprint, outputs)) if self.recompute and not traced else ()
+        self.learned = Learned(ambient, floats, graph.carries, sums)
+        self.graph = graph if any(graph.carries) and not self.recompute else None
+        return unit_boundary(outputs) if traced else tuple(outputs)
+
+    def backward(self, tensors: Sequence[torch.Tensor], asked: Asked) -> Tensors:
+        """Gradients of what is asked for: groups' shards (or accumulators) first, then inputs.
+
+        Args:
+            tensors: ``(*tensors of the call, *cotangents of the outputs that have one)``.
+            asked: what for.
+        """
+        count, traced = len(tensors) - sum(asked.outputs), is_traced(tensors)
+        parts, given = self.split(tensors[:count]), iter(tensors[count:])
+        cotangents = [next(given) if used else None for used in asked.outputs]
+        if self.cache is not None:
+            self.cache.start(self.bound, parts.sources)
+            self.cache.start(self.preceding, parts.preceding)
+        graph, wholes = self.graph, self._unshard(parts)
+        # Under `torch.func`, whose backward passes all say that they keep their graph, it serves once.
+        keep = graph is not None and not self.transformed and _autograd._get_current_graph_task_keep_graph()
+        if not keep:
+            self.graph = None
+        if graph is None:
+            with self._again():
+                graph, outputs = self._build(wholes, parts, traced=traced)
+            self._check_alike(outputs)
+        else:
+            graph.fill(wholes, self._params(wholes))
+        try:
+            of_groups, of_inputs = graph.differentiate(
+                cotangents, asked.groups, asked.inputs, keep=keep, placed=self.placed
+            )
+        finally:
+            graph.empty()
+        del wholes
+        bound = [b for b, needed in zip(self.bound, asked.groups, strict=True) if needed]
+        flat = [b.flat(of_groups.pop(0)) for b in bound]  # which frees them one by one
+        if not self.accumulate:
+            flat = [b.reduce(gradient) for b, gradient in zip(bound, flat, strict=True)]
+        else:
+            flat = [b.accumulated(gradient) for b, gradient in zip(bound, flat, strict=True)]
+        found = (*flat, *of_inputs)
+        return unit_boundary(found) if traced else found
+
+    @property
+    def transformed(self) -> bool:
+        """Whether the call was differentiated by a transform of `torch.func`."""
+        return self._transformed
+
+    _transformed: bool = False
+
+    def compute(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        """The unit's outputs by differentiable operations, with full parameters kept as autograd likes."""
+        parts = self.split(tensors)
+        full = self._unshard_tracked(parts)
+        if self.learned is None:  # the forward pass itself, under `vmap`
+            ambient = Ambient.current(tensors)
+            with DrawsRefused() if is_traced(tensors) else nullcontext():
+                outputs = tuple(self.run(full, list(parts.inputs)))
+            floats = tuple(map(is_differentiable, outputs))
+            self.learned = Learned(ambient, floats, floats)
+            return outputs
+        with self._again():
+            return tuple(self.run(full, list(parts.inputs)))
+
+    def differentiate_again(self, tensors: Sequence[torch.Tensor], asked: Asked) -> Tensors:
+        """As `backward`, by differentiable operations."""
+        count = len(tensors) - sum(asked.outputs)
+        parts, given = self.split(tensors[:count]), iter(tensors[count:])
+        with self._again():
+            outputs, pull = self._vjp(self._unshard_tracked(parts), parts.inputs)
+        used = [
+            next(given) if is_used else torch.zeros_like(o) for o, is_used in zip(outputs, asked.outputs, strict=True)
+        ]
+        d_params, d_inputs = pull(_floats(used))
+        trainable = iter(d_params)
+        found: list[torch.Tensor] = []
+        for bound, needed in zip(self.bound, asked.groups, strict=True):
+            gradients = next(trainable) if bound.trainable else []
+            if needed:
+                flat = bound.flat(gradients)
+                found.append(bound.accumulated(flat) if self.accumulate else bound.reduce(flat))
+        floats = iter(d_inputs)
+        for tensor, needed in zip(parts.inputs, asked.inputs, strict=True):
+            gradient = next(floats) if is_differentiable(tensor) else None
+            if needed and gradient is not None:
+                found.append(gradient)
+        return tuple(found)
+
+    def _build(self, wholes: Sequence[DBuffer], parts: Parts, *, traced: bool) -> tuple[UnitGraph, list[torch.Tensor]]:
+        groups, inputs = self.wanted
+        graph = UnitGraph(
+            self.label,
+            [bound.names for bound in self.bound],
+            wholes,
+            self._params(wholes),
+            groups,
+            parts.inputs,
+            inputs,
+            traced=traced,
+        )
+        versions = [version_of(tensor) for tensor in parts.inputs]
+        outputs = graph.run(self.run, self.around)
+        if versions != [version_of(tensor) for tensor in parts.inputs]:
+            raise changed_in_place(self.label)
+        return graph, outputs
+
+    def _params(self, wholes: Sequence[DBuffer]) -> list[list[torch.Tensor]]:
+        return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
+
+    def _unshard(self, parts: Parts) -> list[DBuffer]:
+        """The whole buffers of all groups, from where they rest."""
+        take = Bound.gather if self.cache is None else self.cache.take
+        return [take(bound, source) for bound, source in zip(self.bound, parts.sources, strict=True)]
+
+    def _unshard_in_order(self, parts: Parts) -> list[DBuffer]:
+        """The same, with the next unit's gather in flight then."""
+        wholes = self._unshard(parts)
+        if self.cache is not None:
+            self.cache.start(self.following, parts.following)
+        return wholes
+
+    def _unshard_tracked(self, parts: Parts) -> list[list[torch.Tensor]]:
         """The parameters of all groups, differentiable with respect to shards of main weights, or accumulators."""
         wholes = [b.gather_averaging(shard) for b, shard in zip(self.bound, parts.shards, strict=True)]
         if self.accumulate:
-            pairs = zip(wholes, parts.accumulators, strict=True)
-            wholes = [DBuffer(w.spec, with_gradient_to(w.local_buffer, accumulator)) for w, accumulator in pairs]
+            pairs = zip(self.bound, wholes, parts.accumulators, strict=True)
+            wholes = [DBuffer(w.spec, with_gradient_to(b, w.local_buffer, a)) for b, w, a in pairs]
         return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The unit's outputs, with the next unit's gather in flight."""
-        parts = self.split(tensors)
-        return self.run(self._gather_in_order(parts), list(parts.inputs))
-
-    def forward_to_repeat(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """The same, as something that will run again in the backward pass; and what it has drawn."""
-        parts, traced = self.split(tensors), is_traced(tensors)
-        full = self._gather_in_order(parts)
-        self.ambient = Ambient.current(tensors)
-        versions = [tensor._version for tensor in parts.inputs]
-        if self.watched and _functorch.peek_interpreter_stack() is None and get_proxy_mode() is None:
-            outputs = run_watched(self.label, self.run, full, parts.inputs)
-            self.was_watched = True
-        else:
-            outputs = [] if traced else self.run(full, list(parts.inputs))
-        draws: list[torch.Tensor] = []
-        if traced:
-            with Recorded() as recorded:
-                outputs, _ = self._vjp(full, parts.inputs)  # as in the backward pass, so that operators are the same
-            draws, self.drawn = recorded.draws, recorded.operators
-        if versions != [tensor._version for tensor in parts.inputs]:
-            raise changed_in_place(self.label)
-        self.outputs, self.draws = tuple(map(is_differentiable, outputs)), len(draws)
-        if traced:
-            return (*unit_boundary(outputs), *draws)
-        # An output may be an input, or a view of a parameter: Functions return new tensors.
-        return tuple(output.clone() if _aliases(output, tensors) else output for output in outputs)
-
-    def compute(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """The unit's outputs by differentiable operations, with full parameters kept as autograd likes.
-
-        Args:
-            tensors: ``(*tensors of the call, *draws)``.
-        """
-        count = len(tensors) - self.draws
-        parts = self.split(tensors[:count])
-        full = self.gather_tracked(parts)
-        if self.ambient is None:  # the forward pass itself, under `vmap`
-            self.ambient = Ambient.current(tensors)
-            mode = Refused() if is_traced(tensors) else nullcontext()
-        else:
-            mode = self._again(tensors[count:])
-        with mode:
-            outputs = tuple(self.run(full, list(parts.inputs)))
-        self.outputs = tuple(map(is_differentiable, outputs))
-        return outputs
-
-    def differentiate(
-        self, tensors: Sequence[torch.Tensor], gather: Callable[[Parts], list[list[torch.Tensor]]]
-    ) -> Tensors:
-        """Gradients of trainable shards (or accumulators) and floating-point inputs.
-
-        Args:
-            tensors: ``(*tensors of the call, *cotangents of the outputs that have gradients, *draws)``.
-            gather: gives the parameters of all groups.
-        """
-        count, end = self._count(tensors), len(tensors) - self.draws
-        parts, cotangents, draws = self.split(tensors[:count]), tensors[count:end], tensors[end:]
-        full = gather(parts)
-        plain = _functorch.peek_interpreter_stack() is None and not is_traced(tensors)
-        with self._again(draws):
-            _, pull = self._vjp_by_autograd(full, parts.inputs) if plain else self._vjp(full, parts.inputs)
-        d_params, d_inputs = pull(tuple(cotangents))
-        trainable = [bound for bound in self.bound if bound.trainable]
-        flat = [bound.flat(gradients) for bound, gradients in zip(trainable, d_params, strict=True)]
-        full.clear()
-        del d_params, pull
-        if self.accumulate:
-            return (*flat, *d_inputs)
-        return (*(bound.reduce(gradient) for bound, gradient in zip(trainable, flat, strict=True)), *d_inputs)
-
-    def _gather_in_order(self, parts: Parts) -> list[list[torch.Tensor]]:
-        full = self.gather(parts)
-        if self.cache is not None:
-            self.cache.start(self.following, parts.following)
-        return full
-
-    def _count(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Number of tensors of the call, which cotangents and draws follow."""
-        return len(tensors) - sum(self.outputs) - self.draws
-
-    @contextmanager
-    def _again(self, draws: Sequence[torch.Tensor]) -> Generator[None, None, None]:
+    def _again(self) -> AbstractContextManager[None]:
         """Run as the forward pass ran."""
-        with (
-            self.ambient.restored() if self.ambient else nullcontext(),
-            Replayed(draws, self.drawn) if draws else nullcontext(),
-        ):
-            yield
+        return nullcontext() if self.learned is None else self.learned.ambient.restored()
 
-    def _vjp_by_autograd(
-        self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-        """Like `_vjp`, where no transform is active: for what modules do that `torch.func` does not allow inside."""
-        params = [[p.detach().requires_grad_(b.trainable) for p in g] for b, g in zip(self.bound, full, strict=True)]
-        values = [i.detach().requires_grad_(is_differentiable(i)) for i in inputs]
-        with torch.enable_grad():
-            outputs = self.run(params, values)
-        wanted = [*(p for b, group in zip(self.bound, params, strict=True) if b.trainable for p in group)]
-        wanted += [value for value in values if value.requires_grad]
+    def _check_unwritten(self, params: Params) -> None:
+        touched = [
+            name
+            for bound, group in zip(self.bound, params, strict=True)
+            for name, param in zip(bound.names, group, strict=True)
+            if version_of(param)
+        ]
+        if touched:
+            raise written(self.label, touched)
 
-        def pull(cotangents: Tensors) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-            pairs = zip(_divided(outputs)[0], cotangents, strict=True)
-            used = [(output, cotangent) for output, cotangent in pairs if output.requires_grad]
-            found = torch.autograd.grad(
-                [output for output, _ in used],
-                wanted,
-                [cotangent for _, cotangent in used],
-                materialize_grads=True,
-            )
-            each = iter(found)
-            of_params = [[next(each) for _ in g] for b, g in zip(self.bound, params, strict=True) if b.trainable]
-            return of_params, list(each)
+    def _check_alike(self, outputs: Sequence[torch.Tensor]) -> None:
+        before = self.learned.sums if self.learned else ()
+        for n, (output, sums) in enumerate(zip(outputs, before, strict=False)):
+            eps = torch.finfo(output.dtype).eps if is_differentiable(output) else 0.0
+            now = _fingerprint(output)
+            if not torch.allclose(now[:1], sums[:1], rtol=0, atol=float(sums[1]) * eps * 16, equal_nan=True):
+                raise RuntimeError(
+                    f"unit {self.label!r} runs again in its backward pass (recompute), and its output {n} differs from the"
+                    " first: something there draws from a generator of its own, counts, or reads what has changed since;"
+                    " leave the unit out of FsdpContext(recompute=...)"
+                )
 
-        return outputs, pull
-
-    def _vjp(
-        self, full: list[list[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    def _vjp(self, full: Params, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[..., Any]]:
         """Outputs, and what gives the gradients of all trainable parameters and floating-point inputs."""
+        flags: list[bool] = []
 
         def run(trainable: list[list[torch.Tensor]], floats: list[torch.Tensor]) -> tuple[Tensors, Tensors]:
             params, values = iter(trainable), iter(floats)
@@ -226,59 +305,66 @@ class UnitCall:
                 [next(params) if b.trainable else kept for b, kept in zip(self.bound, full, strict=True)],
                 [next(values) if is_differentiable(i) else i for i in inputs],
             )
-            self.outputs = tuple(map(is_differentiable, outputs))
-            return _divided(outputs)
+            flags[:] = map(is_differentiable, outputs)
+            return _floats(outputs), tuple(output for output in outputs if not is_differentiable(output))
 
         floats, pull, others = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
             run,
-            [params for bound, params in zip(self.bound, full, strict=True) if bound.trainable],
+            [list(params) for bound, params in zip(self.bound, full, strict=True) if bound.trainable],
             [tensor for tensor in inputs if is_differentiable(tensor)],
             has_aux=True,
         )
         parts = iter(floats), iter(others)
-        return [next(parts[0] if has_gradient else parts[1]) for has_gradient in self.outputs], pull
+        return [next(parts[0] if has_gradient else parts[1]) for has_gradient in flags], pull
 
 
 class _Forward(torch.autograd.Function):
-    """``(call, *tensors) -> (*outputs, *draws)``."""
+    """``(call, *tensors) -> outputs``."""
 
     @staticmethod
     def forward(call: UnitCall, *tensors: torch.Tensor) -> Tensors:
-        return call.forward_to_repeat(tensors)
+        return call.forward_keeping(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.call, *tensors = inputs
-        draws = output[len(output) - ctx.call.draws :]
-        ctx.save_for_backward(*tensors, *draws)
-        ctx.save_for_forward(*tensors, *draws)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+        learned = ctx.call.learned
+        if learned is not None and not ctx.call.transformed:
+            ctx.mark_non_differentiable(*(o for o, c in zip(output, learned.carries, strict=True) if not c))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         call: UnitCall = ctx.call
-        count = len(ctx.saved_tensors) - call.draws
-        tensors, draws = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        tensors = ctx.saved_tensors
         parts = call.split(tensors)
-        used = [c for c, has_gradient in zip(cotangents, call.outputs, strict=False) if has_gradient]
-        gradients = iter(_Backward.apply(call, *tensors, *used, *draws))
-        of_groups = [next(gradients) if bound.trainable else None for bound in call.bound]
-        nothing = [None] * len(call.bound)
-        of_weights = [*nothing, *of_groups] if call.accumulate else of_groups
-        of_others = [None] * (count - len(of_weights) - len(parts.inputs))
-        of_inputs = [next(gradients) if is_differentiable(tensor) else None for tensor in parts.inputs]
-        return (None, *of_weights, *of_others, *of_inputs)
+        needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
+        wanted_groups, wanted_inputs = call.wanted
+        first = len(call.bound) if call.accumulate else 0  # of what gradients of groups go to
+        groups = needed[first : first + len(call.bound)]
+        inputs = needed[len(needed) - len(parts.inputs) :]
+        outputs = tuple(c is not None and d for c, d in zip(cotangents, _learned(call).outputs, strict=True))
+        asked = Asked(
+            tuple(a and b for a, b in zip(groups, wanted_groups, strict=True)),
+            tuple(a and b for a, b in zip(inputs, wanted_inputs, strict=True)),
+            outputs,
+        )
+        used = [cotangent for cotangent, is_used in zip(cotangents, outputs, strict=True) if is_used]
+        gradients = iter(_Backward.apply(call, asked, *tensors, *used))
+        found: list[Any] = [None] * len(needed)
+        for n, is_asked in enumerate(asked.groups):
+            found[first + n] = next(gradients) if is_asked else None
+        for n, is_asked in enumerate(asked.inputs):
+            found[len(needed) - len(parts.inputs) + n] = next(gradients) if is_asked else None
+        return (None, *found)
 
     @staticmethod
     def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: UnitCall = ctx.call
-        draws = ctx.saved_tensors[len(tangents) :]
-
-        def floats(tensors: Sequence[torch.Tensor]) -> Tensors:
-            return _divided(call.compute(tensors))[0]
-
-        moved = iter(_pushforward(floats, ctx.saved_tensors, (*tangents, *[None] * len(draws))))
-        known = [next(moved) if has_gradient else None for has_gradient in call.outputs]
-        return (*known, *(torch.zeros_like(d) if is_differentiable(d) else None for d in draws))
+        moved = iter(_pushforward(lambda tensors: _floats(call.compute(tensors)), ctx.saved_tensors, tangents))
+        return tuple(next(moved) if has_gradient else None for has_gradient in _learned(call).outputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, *tensors: torch.Tensor) -> Any:
@@ -286,49 +372,85 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """``(call, *tensors, *cotangents, *draws) -> gradients``, of trainable groups and floating-point inputs."""
+    """``(call, asked, *tensors, *cotangents) -> gradients``."""
 
     @staticmethod
-    def forward(call: UnitCall, *tensors: torch.Tensor) -> Tensors:
-        if call.cache is not None:
-            parts = call.split(tensors[: call._count(tensors)])
-            call.cache.start(call.bound, parts.sources)
-            call.cache.start(call.preceding, parts.preceding)
-        gradients = call.differentiate(tensors, call.gather)
-        return unit_boundary(gradients) if is_traced(tensors) else gradients
+    def forward(call: UnitCall, asked: Asked, *tensors: torch.Tensor) -> Tensors:
+        return call.backward(tensors, asked)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.call, *tensors = inputs
+        ctx.call, ctx.asked, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
-        function, floats = _of_floats(_differentiate_again(ctx.call), ctx.saved_tensors)
+        function, floats = _of_floats(_differentiated(ctx.call, ctx.asked), ctx.saved_tensors)
         _, pull = torch.func.vjp(function, *floats)  # pyright: ignore[reportAssignmentType]
         gradients = iter(pull(tuple(cotangents)))
-        return (None, *(next(gradients) if is_differentiable(tensor) else None for tensor in ctx.saved_tensors))
+        return (None, None, *(next(gradients) if is_differentiable(tensor) else None for tensor in ctx.saved_tensors))
 
     @staticmethod
-    def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> Tensors:
-        return _pushforward(_differentiate_again(ctx.call), ctx.saved_tensors, tangents)
+    def jvp(ctx: Any, _call: None, _asked: None, *tangents: torch.Tensor | None) -> Tensors:
+        return _pushforward(_differentiated(ctx.call, ctx.asked), ctx.saved_tensors, tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, *tensors: torch.Tensor) -> Any:
-        return _vmapped(_differentiate_again(call), info, in_dims[1:], tensors)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, asked: Asked, *tensors: torch.Tensor) -> Any:
+        return _vmapped(_differentiated(call, asked), info, in_dims[2:], tensors)
 
 
 def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a unit; see `UnitCall`."""
+    plain = is_untransformed()
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not tracked and is_untransformed():
+    if not tracked and plain:
         return call.forward(tensors)
-    return _Forward.apply(call, *tensors)[: len(call.outputs)]
+    parts = call.split(tensors)
+    takers = parts.accumulators if call.accumulate else parts.shards
+    call.wanted = (
+        tuple(b.trainable and _is_differentiated(t) for b, t in zip(call.bound, takers, strict=True)),
+        tuple(is_differentiable(t) and _is_differentiated(t) for t in parts.inputs),
+    )
+    call._transformed = not plain  # pyright: ignore[reportPrivateUsage]
+    return _Forward.apply(call, *tensors)
 
 
-def _differentiate_again(call: UnitCall) -> Callable[[Sequence[torch.Tensor]], Tensors]:
-    return lambda tensors: call.differentiate(tensors, call.gather_tracked)
+def call_of_node(node: Any) -> UnitCall | None:
+    """The call behind a node of autograd's graph, where there is one."""
+    call = getattr(node, "call", None)
+    return call if isinstance(call, UnitCall) else None
+
+
+def _learned(call: UnitCall) -> Learned:
+    if call.learned is None:
+        raise RuntimeError(f"unit {call.label!r} is differentiated before it has run")
+    return call.learned
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires a gradient, at whatever level of transforms."""
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+def _counted(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, each of which counts the writes into itself alone."""
+    return [param.detach() if is_traced([param]) or param.is_inference() else param.data for param in params]
+
+
+def _fingerprint(output: torch.Tensor) -> torch.Tensor:
+    values = output.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
+
+
+def _differentiated(call: UnitCall, asked: Asked) -> Callable[[Sequence[torch.Tensor]], Tensors]:
+    return lambda tensors: call.differentiate_again(tensors, asked)
 
 
 def _pushforward(
@@ -368,15 +490,10 @@ def _vmapped(
     return outputs, (0,) * len(outputs)
 
 
-def _divided(tensors: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
-    """Those that have gradients, and the others."""
-    return tuple(t for t in tensors if is_differentiable(t)), tuple(t for t in tensors if not is_differentiable(t))
+def _floats(tensors: Sequence[torch.Tensor]) -> Tensors:
+    return tuple(tensor for tensor in tensors if is_differentiable(tensor))
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's dtype has gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _aliases(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(output is tensor for tensor in tensors) or output._is_view()

@@ -1,0 +1,180 @@
+"""Finding tensors that pass a unit's borders unseen: their gradients would silently be zero."""
+
+import gc
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.overrides import TorchFunctionMode
+
+_REMEDY = (
+    "Units run as one operation, differentiated with respect to their parameters and the tensors among their arguments,"
+    " so this one's gradient would silently be zero."
+)
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imatmul__"}
+
+
+class Escape(RuntimeError):
+    """A tensor entered or left a unit other than as an argument or a result."""
+
+
+def changed_in_place(label: str) -> Escape:
+    """The error for a unit that writes into its arguments."""
+    return Escape(
+        f"unit {label!r} changes one of its arguments in place; its backward pass needs them as they were. Write x = x +"
+        " y instead of x += y there, or name smaller units: fully_shard(units=...)"
+    )
+
+
+def written(label: str, names: Iterable[str], operator: str = "") -> RuntimeError:
+    """The error for a unit that writes into its parameters."""
+    by = f" by {operator}" if operator else ""
+    return RuntimeError(
+        f"unit {label!r} writes into its parameter {', '.join(map(repr, names))}{by} in its forward pass: it holds a"
+        " gathered copy there, and the write would be lost. Leave that out (max_norm of an embedding, clamping), and"
+        " change the sharded parameters between the steps instead"
+    )
+
+
+class Watch(TorchFunctionMode):
+    """Knows every tensor made inside that is differentiable, or an alias of a parameter.
+
+    Args:
+        label: the unit's name.
+        params: name -> parameter.
+        inputs: the unit's differentiable arguments.
+    """
+
+    def __init__(self, label: str, params: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._label = label
+        self._names = {param.untyped_storage()._cdata: name for name, param in params.items()}
+        self._by_id = {id(param): name for name, param in params.items()}
+        self._own = {*self._by_id, *map(id, inputs)}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            results = func(*args, **(kwargs or {}))
+        else:
+            for value in args:
+                if isinstance(value, (list, tuple)):
+                    for item in value:
+                        self._check_wrapped(item)
+                else:
+                    self._check_wrapped(value)
+            if (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE:
+                self._check_written(name, args)
+            results = func(*args, **(kwargs or {}))
+        if isinstance(results, torch.Tensor):
+            self._learn(results)
+        elif isinstance(results, (list, tuple)):
+            for result in results:
+                if isinstance(result, torch.Tensor):
+                    self._learn(result)
+        return results
+
+    def _check_wrapped(self, value: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        if _functorch.is_functorch_wrapped_tensor(value) and _functorch.peek_interpreter_stack() is None:
+            raise self.foreign(value)
+
+    def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor) and name not in ("requires_grad_", "retain_grad", "detach_"):
+            owner = self._by_id.get(id(args[0])) or self._names.get(_storage(args[0]))
+            if owner is not None:
+                raise written(self._label, [owner], name)
+
+    def _learn(self, tensor: torch.Tensor) -> None:
+        if _functorch.is_functorch_wrapped_tensor(tensor):
+            return
+        if id(tensor) not in self._own and (tensor.requires_grad or _storage(tensor) in self._names):
+            self._made[id(tensor)] = weakref.ref(tensor)
+
+    def foreign(self, tensor: torch.Tensor) -> Escape:
+        """The error for a differentiable tensor from elsewhere."""
+        return Escape(
+            f"unit {self._label!r} computes with a differentiable tensor of shape {tuple(tensor.shape)} that is neither"
+            f" its parameter nor among its arguments. {_REMEDY} Pass it as an argument, detach it, or name a unit around"
+            " both modules: fully_shard(units=...)"
+        )
+
+    def check_graph(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Look for leaves of the outputs' graph that came from elsewhere.
+
+        Raises:
+            Escape: if there is one.
+        """
+        pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set[Any](pending)
+        while pending:
+            node = pending.pop()
+            variable = node.variable if type(node).__name__ == "AccumulateGrad" else None
+            if variable is not None and id(variable) not in self._own and not self._knows(variable):
+                raise self.foreign(variable)
+            for after, _ in node.next_functions:
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    pending.append(after)
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        ref = self._made.get(id(tensor))
+        return ref is not None and ref() is tensor
+
+    def check_alive(self) -> None:
+        """Look for what lives on, once the unit has run and its results have been let go.
+
+        Raises:
+            Escape: if Python still reaches a differentiable tensor made inside, or an alias of a parameter.
+        """
+        kept = self._alive()
+        if not kept:
+            return
+        gc.collect()
+        kept = self._alive()
+        if any(_is_reachable(tensor, [kept, self]) for tensor in kept):
+            tensor = kept[-1]
+            name = self._names.get(_storage(tensor))
+            what = f"an alias of its parameter {name!r}" if name else "a differentiable tensor"
+            raise Escape(
+                f"unit {self._label!r} keeps {what} of shape {tuple(tensor.shape)} beyond its forward pass, in a cache, a"
+                f" hook or an attribute. {_REMEDY} Switch that off (use_cache=False), detach the tensor"
+                f"{' and clone it' if name else ''}, return it from the unit, or name smaller units:"
+                " fully_shard(units=...)"
+            )
+
+    def _alive(self) -> list[torch.Tensor]:
+        found = [tensor for ref in self._made.values() if (tensor := ref()) is not None]
+        return [tensor for tensor in found if tensor.numel()]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _is_reachable(tensor: torch.Tensor, mine: Sequence[object]) -> bool:
+    """Whether a tensor lives because of Python, and not because autograd's graph has it (in a context or a closure)."""
+    seen = {id(mine), *map(id, mine)}
+    level: list[object] = [tensor]
+    for _ in range(8):
+        found = gc.get_referrers(*level)
+        seen.add(id(level))
+        new = [
+            referrer
+            for referrer in found
+            if id(referrer) not in seen and referrer is not found and not isinstance(referrer, types.FrameType)
+        ]
+        if not new:
+            return False
+        if len(new) > 100 or any(isinstance(r, (nn.Module, types.ModuleType, type)) for r in new):
+            return True
+        seen.update(map(id, new))
+        level = new
+        del found, new
+    return True
