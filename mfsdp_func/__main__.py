@@ -1,4 +1,7 @@
-"""Plan without hardware: ``python -m mfsdp_func padding`` and ``python -m mfsdp_func plan 8x4 2x6 3 --ranks 4``."""
+"""Plan without hardware: ``python -m mfsdp_func padding`` and ``python -m mfsdp_func plan 8x4 2x6 3 --ranks 4``.
+
+Look at checkpoints: ``python -m mfsdp_func checkpoint show|verify|diff|to-hf PATH``.
+"""
 
 import argparse
 import re
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mfsdp_func.checkpoint import command
 from mfsdp_func.report import GROUPS, padding_table, plan_report
 from mfsdp_func.values.layout_builder import build_row_atomic_layout
 from mfsdp_func.values.mesh import Mesh
@@ -19,6 +23,8 @@ from mfsdp_func.values.placement import ShardLayout
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; prints its table. Returns the exit status: 0, or 2 for arguments that cannot be planned."""
     options = _parser().parse_args(arguments)
+    if options.command == "checkpoint":
+        return command.run(options)
     try:
         print(_padding(options) if options.command == "padding" else _plan(options))
     except ValueError as error:
@@ -34,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     padding = commands.add_parser("padding", help="what the layouts store for hard cases and known models")
     padding.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512], metavar="N", help="numbers of ranks")
     padding.add_argument("--shapes", type=_shape, nargs="+", metavar="SHAPE", help="a buffer of your own: 8x769 8x1021")
+
+    command.add_arguments(commands.add_parser("checkpoint", help="show, verify, compare and convert checkpoints"))
 
     plan = commands.add_parser("plan", help="layout, owners and gather plan of one buffer")
     plan.add_argument("shapes", type=_shape, nargs="+", metavar="SHAPE", help="logical shapes, such as 1024x768 or 768")

@@ -2,6 +2,7 @@
 
 from mfsdp_func.checkpoint.background import SaveHandle, save_async
 from mfsdp_func.checkpoint.error import CheckpointError
+from mfsdp_func.checkpoint.hf import export_hf, import_hf
 from mfsdp_func.checkpoint.loading import load, spec_of
 from mfsdp_func.checkpoint.looking import Difference, Inspection, diff, inspect, latest, verify
 from mfsdp_func.checkpoint.saving import save
@@ -14,6 +15,8 @@ __all__ = [
     "SaveHandle",
     "Shards",
     "diff",
+    "export_hf",
+    "import_hf",
     "inspect",
     "latest",
     "load",

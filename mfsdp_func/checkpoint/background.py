@@ -42,16 +42,7 @@ class SaveHandle:
         self._thread.start()
 
     def _run(self) -> None:
-        _, error = attempt(lambda: write(self._job, self._progress, self._staging))
-        if error is None:
-            changed = [entry.name for entry, version in self._versions if entry.value._version != version]
-            if changed:
-                error = CheckpointError(
-                    f"checkpoint to {self._job.path}: {changed[0]!r} ({len(changed)} in all) was written while it was being"
-                    " saved, so that the file holds a mixture. Make new tensors in a step, as functional ones do, or use"
-                    " save",
-                    changed,
-                )
+        _, error = attempt(lambda: write(self._job, self._progress, self._staging, self._check))
         self._versions = []  # lets go of the state
         if error is not None:
             self._errors.append(error)
@@ -59,6 +50,15 @@ class SaveHandle:
         self._written.set()
         if self._job.is_first and error is None:
             _, self._publish_error = attempt(self._publish)
+
+    def _check(self) -> None:
+        changed = [entry.name for entry, version in self._versions if entry.value._version != version]
+        if changed:
+            raise CheckpointError(
+                f"checkpoint to {self._job.path}: {changed[0]!r} ({len(changed)} in all) was written while it was being"
+                " saved, so that the file holds a mixture. Make new tensors in a step, as functional ones do, or use save",
+                changed,
+            )
 
     def _publish(self) -> None:
         await_records(self._job, self._timeout, self._stopped.is_set)
@@ -148,5 +148,6 @@ def _refuse_in_place(state: Any) -> None:
 def _without_inference(entry: Entry) -> Entry:
     """Tensors made in inference mode count no versions: they are copied."""
     if entry.is_tensor and entry.value.is_inference():
-        return replace(entry, value=entry.value.clone())
+        with torch.inference_mode(False):
+            return replace(entry, value=entry.value.clone())
     return entry

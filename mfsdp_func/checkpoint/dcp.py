@@ -142,7 +142,7 @@ class Stored(NamedTuple):
         return cls(name, dtype, tuple(shape), box and Box(*map(tuple, box)), file, offset, length)
 
 
-def make_metadata(stored: Iterable[Stored], aliases: Mapping[str, Sequence[str]]) -> Metadata:
+def make_metadata(stored: Iterable[Stored], aliases: Mapping[str, Iterable[str]]) -> Metadata:
     """The metadata file of all ranks' pieces.
 
     Args:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -48,6 +48,33 @@ class Folder(NamedTuple):
     path: Path
     manifest: Manifest | None
     metadata: Metadata
+
+    def read_into(self, wanted: Sequence[Wanted], objects: Sequence[str], progress: Progress | None) -> dict[str, Any]:
+        """See `dcp.read_into`."""
+        return read_into(self.path, self.manifest, self.metadata, wanted, objects, progress)
+
+
+class Readable(Protocol):
+    """Where values are read from: a checkpoint, or a Hugging Face folder."""
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Its hashes."""
+        ...
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is in it."""
+        ...
+
+    def read_into(self, wanted: Sequence[Wanted], objects: Sequence[str], progress: Progress | None) -> dict[str, Any]:
+        """See `dcp.read_into`."""
+        ...
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
@@ -98,20 +125,35 @@ def load(
 
     Effects: communication of a few KiB; each rank reads what it needs of its own elements, in blocks of 4 MiB.
     """
-    ranks = all_ranks(mesh)
-    what = f"load from {Path(path)}"
-    wanted = _chooser(only)
+    options = Options(names, rename, only, cast, device, progress)
+    return load_from(f"load from {Path(path)}", lambda: open_folder(path), like, options, all_ranks(mesh))
 
-    def look() -> tuple[Folder, list[Entry], dict[str, Found], list[str]]:
-        folder = open_folder(path)
-        entries = entries_of(like, names, ranks)
+
+class Options(NamedTuple):
+    """Arguments of `load`."""
+
+    names: Any
+    rename: Rename | None
+    only: Only | None
+    cast: bool
+    device: torch.device | str | None
+    progress: Progress | None
+
+
+def load_from(what: str, open_it: Callable[[], Readable], like: Any, options: Options, mesh: Mesh) -> Any:
+    """See `load`."""
+    wanted = _chooser(options.only)
+
+    def look() -> tuple[Readable, list[Entry], dict[str, Found], list[str]]:
+        folder = open_it()
+        entries = entries_of(like, options.names, mesh)
         check_names(entries)
-        found, surplus = match(folder.metadata, entries, rename, wanted, cast, ranks)
+        found, surplus = match(folder.metadata, entries, options.rename, wanted, options.cast, mesh)
         return folder, entries, found, surplus
 
-    folder, entries, found, surplus = together(ranks, what, look)
-    _refuse_surplus(ranks, what, surplus, folder)
-    return together(ranks, what, lambda: _read(folder, like, names, entries, found, ranks, device, progress))
+    folder, entries, found, surplus = together(mesh, what, look)
+    _refuse_surplus(mesh, what, surplus, folder)
+    return together(mesh, what, lambda: _read(folder, like, entries, found, options, mesh))
 
 
 def match(
@@ -150,8 +192,11 @@ def match(
 def _sources(entry: Entry, called: Mapping[str, str], mesh: Mesh, problems: list[str]) -> list[str] | None:
     if entry.name in called:
         return [called[entry.name]]
-    if entry.aliases and all(alias in called for alias in entry.aliases):
-        return [called[alias] for alias in entry.aliases]
+    aliases = [called[alias] for alias in entry.aliases if alias in called]
+    if aliases and not entry.shared:
+        return aliases[:1]
+    if aliases and len(aliases) == len(entry.aliases):
+        return aliases
     if not entry.shared:
         problems.append(f"{entry.name!r}: is missing in the file{_hint(entry.name, called)}")
         return None
@@ -253,7 +298,7 @@ def _chooser(only: Only | None) -> Callable[[str], bool]:
     return chosen
 
 
-def _refuse_surplus(mesh: Mesh, what: str, surplus: Sequence[str], folder: Folder) -> None:
+def _refuse_surplus(mesh: Mesh, what: str, surplus: Sequence[str], folder: Readable) -> None:
     """Raise on all ranks if the file holds what no rank asks for, or ranks see different files."""
     stored = sorted(folder.metadata.state_dict_metadata)
     places = {name: place for place, name in enumerate(stored)}
@@ -270,20 +315,13 @@ def _refuse_surplus(mesh: Mesh, what: str, surplus: Sequence[str], folder: Folde
 
 
 def _read(
-    folder: Folder,
-    like: Any,
-    names: Any,
-    entries: Sequence[Entry],
-    found: Mapping[str, Found],
-    mesh: Mesh,
-    device: torch.device | str | None,
-    progress: Progress | None,
+    folder: Readable, like: Any, entries: Sequence[Entry], found: Mapping[str, Found], options: Options, mesh: Mesh
 ) -> Any:
     by_leaf: dict[int, list[Entry]] = {}
     for entry in entries:
         by_leaf.setdefault(entry.leaf, []).append(entry)
     pairs, structure = leaves_of(like)
-    place = torch.device(device) if device is not None else carrier_of(mesh).device(mesh)
+    place = torch.device(options.device) if options.device is not None else carrier_of(mesh).device(mesh)
     leaves: list[Any] = []
     for number, (path, leaf) in enumerate(pairs):
         asked = [entry.name in found for entry in by_leaf.get(number, ())]
@@ -294,7 +332,7 @@ def _read(
     fresh = pytree.tree_unflatten(leaves, structure)
     wanted: list[Wanted] = []
     objects: dict[str, Entry] = {}
-    for entry in entries_of(fresh, names, mesh):
+    for entry in entries_of(fresh, options.names, mesh):
         if entry.name not in found:
             continue
         where = found[entry.name]
@@ -305,17 +343,17 @@ def _read(
             _read_equal(folder, entry, where)
         elif where.shape is not None and where.shape.numel():
             wanted.append(Wanted(source, entry.pieces(where.shape)))
-    got = read_into(folder.path, folder.manifest, folder.metadata, wanted, list(objects), progress)
+    got = folder.read_into(wanted, list(objects), options.progress)
     for name, entry in objects.items():
         leaves[entry.leaf] = got[name]
     return pytree.tree_unflatten(leaves, structure)
 
 
-def _read_equal(folder: Folder, entry: Entry, where: Found) -> None:
+def _read_equal(folder: Readable, entry: Entry, where: Found) -> None:
     """Fill a number that the file has under each parameter."""
     values = [torch.empty_like(entry.value.view(())) for _ in where.names]
     wanted = [Wanted(name, [(Box((), ()), value)]) for name, value in zip(where.names, values, strict=True)]
-    read_into(folder.path, folder.manifest, folder.metadata, wanted, [])
+    folder.read_into(wanted, [], None)
     for name, value in zip(where.names, values, strict=True):
         if not torch.equal(value, values[0]):
             raise CheckpointError(

@@ -57,6 +57,7 @@ class Entry:
         shared: whether all ranks are expected to hold the value alike.
         loose: whether `shape` is a layout's, which may write a parameter's shape otherwise.
         aliases: further names.
+        index: of the tensor in its buffer; -1 where it is in none.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Entry:
     shared: bool = False
     loose: bool = False
     aliases: tuple[str, ...] = ()
+    index: int = -1
 
     @property
     def is_tensor(self) -> bool:
@@ -224,6 +226,7 @@ def _buffer_entries(buffer: DBuffer, group: GroupNames, path: Sequence[Any], lea
             writes=_is_writer(spec.mesh, spec.placements, i) and _counts(part, shape, spec.mesh, spec.placements),
             loose=not group.shapes,
             aliases=tuple(_join(path, tied) for tied in group.ties.get(name, ())),
+            index=i,
         )
 
 

@@ -12,8 +12,8 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,7 +47,8 @@ class Job:
         folder: where it is until then.
         mesh: all ranks.
         entries: what this rank writes, in order.
-        late: names of large values whose equality on all ranks is compared at the end, by hashes of their elements.
+        late: large values whose equality on all ranks is compared at the end, by hashes of their elements.
+        aliases: name -> further names that this rank knows, of what others write, too.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Job:
     mesh: Mesh
     entries: tuple[Entry, ...]
     late: tuple[Entry, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     @property
     def position(self) -> int:
@@ -139,7 +141,8 @@ def plan(path: str | os.PathLike[str], state: Any, names: Any, mesh: Mesh, *, ha
     position = mesh.ranks.index(mesh.get_rank())
     written = [_own(entry, leaders, differing, mesh.get_rank(), position) for entry in entries]
     folder = target.parent / f".{target.name}.{facts[mesh.ranks[0]][2]}{_SUFFIX}"
-    job = Job(target, folder, mesh, tuple(entry for entry in written if entry.writes), tuple(large))
+    aliases = {entry.name: entry.aliases for entry in written if entry.aliases}
+    job = Job(target, folder, mesh, tuple(entry for entry in written if entry.writes), tuple(large), aliases)
     together(mesh, what, lambda: _make_folder(job) if job.is_first else None)
     return job
 
@@ -223,8 +226,24 @@ def _make_folder(job: Job) -> None:
     job.folder.mkdir()
 
 
-def write(job: Job, progress: Progress | None = None, staging: Staging | None = None) -> None:
-    """Write this rank's data, bring it to the disk, then say so in its record. No communication."""
+def _nothing() -> None:
+    pass
+
+
+def write(
+    job: Job,
+    progress: Progress | None = None,
+    staging: Staging | None = None,
+    check: Callable[[], None] = _nothing,
+) -> None:
+    """Write this rank's data, bring it to the disk, then say so in its record. No communication.
+
+    Args:
+        job: what to write.
+        progress: see `Progress`.
+        staging: copies to CPU.
+        check: called when the data is written; what it raises, nobody may take for written.
+    """
     stored: list[Stored] = []
     files: dict[str, FileRecord] = {}
     total, done = sum(map(_nbytes, job.entries)), 0
@@ -240,9 +259,10 @@ def write(job: Job, progress: Progress | None = None, staging: Staging | None = 
     record = {
         "stored": [piece.encode() for piece in stored],
         "files": {name: [record.nbytes, list(record.blocks)] for name, record in files.items()},
-        "aliases": {entry.name: list(entry.aliases) for entry in job.entries if entry.aliases},
+        "aliases": {name: list(aliases) for name, aliases in job.aliases.items()},
         "late": {entry.name: digest_of(entry) for entry in job.late},
     }
+    check()
     _put(job, "record", record)
 
 
@@ -325,10 +345,11 @@ def publish(job: Job) -> None:
     stored = [Stored.decode(piece) for record in said for piece in record["stored"]]
     if problems := find_faults(stored) + _late_faults([record["late"] for record in said]):
         raise CheckpointError(f"checkpoint to {job.path}: the state is no whole:{listed(problems)}", problems)
-    aliases: dict[str, list[str]] = {}
+    aliases: dict[str, dict[str, None]] = {}
     files: dict[str, FileRecord] = {}
     for record in said:
-        aliases |= record["aliases"]
+        for name, further in record["aliases"].items():
+            aliases.setdefault(name, {}).update(dict.fromkeys(further))
         files |= {name: FileRecord(nbytes, tuple(blocks)) for name, (nbytes, blocks) in record["files"].items()}
     files[METADATA] = write_file(job.folder / METADATA, pickle.dumps(make_metadata(stored, aliases)))
     facts = {"ranks": job.mesh.size(), "time_ns": time.time_ns(), "torch": torch.__version__}
