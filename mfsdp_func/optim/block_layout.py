@@ -1,19 +1,17 @@
 """Blocks that are runs of memory, as a finer logical layout of the same flat buffer."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from weakref import WeakValueDictionary
+
+import torch
 
 from mfsdp_func.optim.block_split import Tree, leaves, pieces
 from mfsdp_func.optim.blocks import Blocks, as_blocks
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.owner_planning import CostFn, GroupOwnerLayout, assign_owner_work, ns_cost_fn
-
-ONE_MATRIX = "m ... -> m (...)"
-"""A tensor as one matrix: dim 0 against all others."""
-
-BATCH_OF_MATRICES = "... m n -> ... m n"
-"""A tensor as a batch of its last two dims."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,21 @@ class BlockLayout:
 
     coarse: GlobalLayout
     blocks: tuple[tuple[int, Blocks], ...]
+    key: str = field(init=False, compare=False, repr=False)
+    """The value as a string: what compiled code guards on."""
+
+    def __post_init__(self) -> None:
+        words = f"{self.coarse.digest} {self.blocks}"
+        object.__setattr__(self, "key", hashlib.sha256(words.encode()).hexdigest())
+        object.__setattr__(self, "_canonical", _BY_KEY.setdefault(self.key, self))
+
+    @staticmethod
+    def from_key(key: str) -> "BlockLayout":
+        """The living value with a given `key`."""
+        return _BY_KEY[key]
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return BlockLayout, (self.coarse, self.blocks)
 
     def __hash__(self) -> int:
         return self._hash
@@ -93,8 +106,6 @@ class BlockLayout:
 
 def tree_cost(tree: Tree, cost_fn: CostFn | None = None) -> float:
     """The work of all matrices of a tree."""
-    import torch
-
     function = cost_fn or ns_cost_fn()
     return sum(leaf.count * function(torch.Size(leaf.matrix)) for leaf in leaves(tree))
 
@@ -156,10 +167,5 @@ def _owners_of_blocks(
     return GroupOwnerLayout(owners.mesh, finer.fine, chosen, owners.placements, owners.name)
 
 
-def as_specs(given: Mapping[int, Blocks | str] | Blocks | str | None, keys: Iterable[int]) -> dict[int, Blocks]:
-    """One spec for all tensors, or a spec for some, as a dict."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return {i: as_blocks(spec) for i, spec in given.items()}
-    return {i: as_blocks(given) for i in keys}
+# Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
+_BY_KEY: WeakValueDictionary[str, BlockLayout] = WeakValueDictionary()
