@@ -164,7 +164,7 @@ def _owners_of_blocks(
             cut += parts
     costs = finer.costs(cost_fn)
     chosen |= assign_owner_work(finer.fine, owners.mesh, cut, costs, placements=owners.placements)
-    return GroupOwnerLayout(owners.mesh, finer.fine, chosen, owners.placements, owners.name)
+    return GroupOwnerLayout(owners.mesh, finer.fine, chosen, owners.placements, owners.name, owners.dtype)
 
 
 # Equal values share one canonical object, which each of them keeps alive, so that a key can be resolved.
