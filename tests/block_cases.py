@@ -97,5 +97,6 @@ CASES = [
     Case("nested", optim.blocks("((a + b) + h (d + 1 c)) m -> a m | b m | h d m | m (h c)", a=1, b=2, h=2, d=2),
          (9, 4),
          lambda w: [w[:1], w[1:3], w[3:5], w[6:8], w[[5, 8]].T], 3),
+    Case("any matrix", optim.blocks("o ... -> o (...)"), (4, 3, 2, 2), lambda w: [w.view(4, 12)], 1),
     Case("any batch", optim.blocks("... o i -> ... o i"), (2, 2, 3, 4), lambda w: list(w.view(4, 3, 4)), 4),
 ]  # fmt: skip

@@ -28,10 +28,11 @@ Product: TypeAlias = tuple[Factor, ...]
 
 
 class Pattern(NamedTuple):
-    """One kind of block: the axes of each of its dims, and which term of each sum it comes from."""
+    """One kind of block: the axes of each of its dims, which term of each sum it comes from, and which dim is a bare ``...``."""
 
     dims: tuple[tuple[str, ...], ...]
     choices: tuple[tuple[int, int], ...]
+    spread: int | None = None
 
     @property
     def batch(self) -> frozenset[str]:
@@ -62,8 +63,9 @@ def parse(spec: str) -> Parsed:
     sides = spec.split("->")
     if len(sides) != 2:
         raise ValueError(f"blocks({spec!r}): expected 'parameter -> matrices', with one arrow")
-    left = _Reader(spec, sides[0]).side()
-    if sum(name == ELLIPSIS for name in names_of(left)) != ((Axis(ELLIPSIS),) in left):
+    reader = _Reader(spec, sides[0])
+    left = reader.side()
+    if sum(name == ELLIPSIS for name in names_of(left)) != len(reader.spread) or len(reader.spread) > 1:
         raise ValueError(f"blocks({spec!r}): on the left, ... may stand once, outside of parentheses")
     parts = list(_parts(left))
     for _, names in parts:
@@ -74,7 +76,8 @@ def parse(spec: str) -> Parsed:
     found: dict[int, Pattern] = {}
     order: list[Pattern] = []
     for text in sides[1].split("|"):
-        dims = _Reader(spec, text).right()
+        reader = _Reader(spec, text)
+        dims = reader.right()
         names = [name for dim in dims for name in dim]
         if len(dims) < 2 and ELLIPSIS not in names:
             raise ValueError(f"blocks({spec!r}): pattern {text.strip()!r} has {len(dims)} dims, a matrix has two")
@@ -87,7 +90,7 @@ def parse(spec: str) -> Parsed:
             raise ValueError(f"blocks({spec!r}): pattern {text.strip()!r} {what}")
         if fitting[0] in found:
             raise ValueError(f"blocks({spec!r}): pattern {text.strip()!r} takes a part that another one takes")
-        found[fitting[0]] = Pattern(dims, parts[fitting[0]][0])
+        found[fitting[0]] = Pattern(dims, parts[fitting[0]][0], next(iter(reader.spread), None))
         order.append(found[fitting[0]])
     if left_out := [part[1] for n, part in enumerate(parts) if n not in found]:
         raise ValueError(f"blocks({spec!r}): no pattern takes the part with the axes {', '.join(left_out[0])}")
@@ -121,6 +124,8 @@ class _Reader:
     def __init__(self, spec: str, text: str) -> None:
         self._spec, self._sums = spec, count()
         self._tokens: list[str] = []
+        self.spread: list[int] = []
+        """Which dims are a bare ``...``."""
         position, text = 0, text.strip()
         while position < len(text):
             match = _TOKEN.match(text, position)
@@ -141,6 +146,8 @@ class _Reader:
         while self._tokens:
             if self._tokens[-1] == "+":
                 raise self._error("write a sum in parentheses, '(a + b) m'")
+            if self._tokens[-1] == ELLIPSIS:
+                self.spread.append(len(dims))
             dims.append(self._factor())
         return tuple(dims)
 

@@ -50,7 +50,8 @@ def ratio_fn(adjust_lr_fn: AdjustLr) -> Callable[[int, int], float]:
         return adjust_lr_fn
     if adjust_lr_fn not in _RATIOS:
         raise ValueError(
-            f"muon: adjust_lr_fn must be one of {', '.join(_RATIOS)}, or a function of m and n, got {adjust_lr_fn!r}"
+            f"muon: adjust_lr_fn must be one of original, match_rms_adamw, got {adjust_lr_fn!r} (or spectral, none, or a"
+            " function of m and n)"
         )
     return _RATIOS[adjust_lr_fn]
 

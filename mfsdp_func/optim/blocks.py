@@ -203,8 +203,8 @@ def _known_product(product: Product, sizes: Mapping[str, int]) -> int | None:
 
 def _expand(pattern: Pattern, fresh: Sequence[str]) -> Pattern:
     dims: list[tuple[str, ...]] = []
-    for dim in pattern.dims:
-        if dim == (ELLIPSIS,):
+    for n, dim in enumerate(pattern.dims):
+        if n == pattern.spread:
             dims += [(name,) for name in fresh]
         else:
             dims.append(tuple(new for name in dim for new in (fresh if name == ELLIPSIS else (name,))))
