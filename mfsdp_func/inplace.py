@@ -6,6 +6,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp_func.effects.blocks import find_overlap
 from mfsdp_func.effects.call import are_alike, check_tensors, faults_reported
 from mfsdp_func.effects.move import is_untransformed, launch
 from mfsdp_func.operations.gather_scatter import Wiring, dtype_of, given_tensors, names_of, plans_of, wiring_of
@@ -154,6 +155,15 @@ def _destinations(
         for plan, wiring in zip(plans, wirings, strict=True):
             for i, numel in zip(wiring.outputs, plan.output_numels, strict=True):
                 _check_destination(plan, i, next(remaining), numel, targets[0])
+    if found := find_overlap(targets):
+        names = [f"{i} of {plan.label}" for plan, w in zip(plans, wirings, strict=True) for i in w.outputs]
+        one, other = (names[n] for n in found)
+        raise ValueError(
+            f"{plans[0].operation}: the destination of tensor {one} holds two elements in one place, as an expanded tensor"
+            " does; give one with memory for each"
+            if one == other
+            else f"{plans[0].operation}: the destinations of tensors {one} and {other} share memory; give each its own"
+        )
     return targets
 
 

@@ -150,5 +150,5 @@ def test_no_groups() -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match="depth must not be negative, got -1"):
         pipeline(compute, [], [], depth=-1)
-    with pytest.raises(ValueError, match="5 owner layouts, but only 1 sources"):
+    with pytest.raises(ValueError, match="5 owner layouts, but 1 sources"):
         simulate(lambda mesh: pipeline(compute, groups_of(mesh)[1][:1], groups_of(mesh)[0]), 1)

@@ -178,6 +178,12 @@ def unpack(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         copy_all(parts, _split_like(buffer, parts))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, 1-D."""
+    # No view: of one element the stride may be anything.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target: blocks one by one, the (1-D) runs together, for which CUDA has one kernel."""
     runs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dim() == 1]
@@ -192,3 +198,64 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def _split_like(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     pieces = buffer.split([part.numel() for part in parts])
     return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Positions of two tensors that share an element, or twice that of one which has two elements in one place.
+
+    Tensors that lie apart, or are contiguous, are judged by where they begin and end; only the rest by every element.
+    """
+    begins = list(map(torch.Tensor.data_ptr, tensors))
+    cluster: list[int] = []
+    end = 0
+    for i in sorted((i for i, tensor in enumerate(tensors) if tensor.numel()), key=begins.__getitem__):
+        if begins[i] >= end:
+            if found := _overlap_within(tensors, cluster):
+                return found
+            cluster = []
+        cluster.append(i)
+        end = max(end, begins[i] + _span_nbytes(tensors[i]))
+    return _overlap_within(tensors, cluster)
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _overlap_within(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) -> tuple[int, int] | None:
+    """Of tensors that lie in one stretch of memory."""
+    if len(cluster) < 2 and all(_is_spread(tensors[i]) for i in cluster):
+        return None
+    begin = tensors[cluster[0]].data_ptr()
+    nbytes = max(tensors[i].data_ptr() + _span_nbytes(tensors[i]) for i in cluster) - begin
+    taken = torch.zeros(nbytes, dtype=torch.bool, device="cpu")
+    for n, i in enumerate(cluster):
+        tensor = tensors[i]
+        shape = (*tensor.shape, tensor.itemsize)
+        strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
+        where = shape, strides, tensor.data_ptr() - begin
+        if not _is_spread(tensor):
+            alone = torch.zeros_like(taken).index_fill_(0, _indices(nbytes).as_strided(*where).reshape(-1), True)
+            if int(alone.sum()) < tensor.numel() * tensor.itemsize:
+                return i, i
+        place = taken.as_strided(*where)
+        if place.any():
+            others = (j for j in cluster[:n] if len(cluster) == 2 or _overlap_within(tensors, (j, i)))
+            return next(others, i), i
+        place.fill_(True)
+    return None
+
+
+def _indices(count: int) -> torch.Tensor:
+    return torch.arange(count, device="cpu")
+
+
+def _is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements surely have places of their own: each dim steps over all that smaller steps reach."""
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True

@@ -12,6 +12,9 @@ from mfsdp_func.plans.collective import Collective
 Finish = Callable[[], None]
 
 
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
+
+
 def start_collective(
     collective: Collective, carrier: Carrier, call: Call, source: torch.Tensor, target: torch.Tensor, *, at_once: bool
 ) -> Finish:
@@ -32,16 +35,29 @@ def start_collective(
         target = target[: collective.total]
     elif collective.kind == "reduce_scatter":
         source = source[: collective.total]
-    native = None
     if not collective.deterministic or collective.kind == "allgather":
-        native = carrier.collective(call, collective, source, target)
-    if native is not None:
-        return _averaged(collective, target, native)
+        narrow = source.dtype is torch.float16 and collective.kind != "allgather"  # its largest number is 65504
+        into = target.new_empty(target.shape, dtype=torch.float32) if narrow else target
+        native = carrier.collective(call, collective, source, into)
+        if native is not None:
+            return _narrowed(target, into, _averaged(collective, into, native))
     if collective.kind == "allgather":
         return _averaged(collective, target, _all_gather(collective, carrier, call, source, target, at_once))
     if collective.kind == "reduce_scatter":
         return _reduce_scatter(collective, carrier, call, source, target, at_once)
     return _all_reduce(collective, carrier, call, source, target, at_once)
+
+
+def _narrowed(target: torch.Tensor, wide: torch.Tensor, finish: Finish) -> Finish:
+    """Round once, at the end: what float16 cannot hold on the way is not lost."""
+    if wide is target:
+        return finish
+
+    def finish_narrow() -> None:
+        finish()
+        target.copy_(wide)
+
+    return finish_narrow
 
 
 def _averaged(collective: Collective, target: torch.Tensor, finish: Finish) -> Finish:
@@ -50,7 +66,10 @@ def _averaged(collective: Collective, target: torch.Tensor, finish: Finish) -> F
 
     def finish_average() -> None:
         finish()
-        target.div_(len(collective.line))
+        if target.dtype in _WIDE:
+            target.copy_(target.to(_WIDE[target.dtype]) / len(collective.line))
+        else:
+            target.div_(len(collective.line))
 
     return finish_average
 
@@ -126,10 +145,9 @@ def _peers(collective: Collective) -> list[int]:
 
 
 def _fold(terms: Sequence[torch.Tensor], average: bool) -> torch.Tensor:
-    """The sum, or the mean, from left to right; halves are added and divided in float32, and rounded once."""
+    """The sum, or the mean, from left to right; halves are added and divided in single precision, and rounded once."""
     dtype = terms[0].dtype
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = terms[0].to(wide, copy=True)
+    total = terms[0].to(_WIDE.get(dtype, dtype), copy=True)
     for term in terms[1:]:
         total += term
     return (total.div_(len(terms)) if average else total).to(dtype)

@@ -25,6 +25,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch._guards import TracingContext
+from torch.autograd import functional as autograd_functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.effects.agreement import agree, checking, report_fault
@@ -211,6 +212,7 @@ class _Move(torch.autograd.Function):
         link, ctx.linear, ctx.options = inputs[:3]
         ctx.batch = link.shape
         ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
@@ -234,7 +236,9 @@ class _Move(torch.autograd.Function):
             zeros(numel, dtype=ctx.options.dtype) if tangent is None else tangent
             for numel, tangent in zip(ctx.linear.input_numels, tangents, strict=True)
         ]
-        link = zeros(dtype=torch.float32) if link is None else link
+        # The forward link makes this call depend on the forward inputs, see `backward`; of it itself no derivative counts.
+        (forward_link,) = ctx.saved_tensors
+        link = forward_link if link is None else link + forward_link
         return _Move.apply(link, ctx.linear, replace(ctx.options, forward=False), *known)
 
     @staticmethod
@@ -299,6 +303,8 @@ def move(
     """
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     if is_eager(link, tracked):
+        if not inputs and torch.is_grad_enabled():  # where others differentiate, this rank may be asked to as well
+            _refuse_jacobians(linear)
         outputs = launch(linear, options, None, inputs)
         return torch.zeros((), device=options.device) if link is None else link, outputs
     _refuse_unlinked(linear, link, inputs)
@@ -325,27 +331,41 @@ def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Seque
 
 
 def _refuse_jacobians(linear: LinearMap) -> None:
-    if _functorch.peek_interpreter_stack() is None:
-        return
-    # Dynamo runs no frames of the functions that it traces, but keeps a stack of its own.
-    lines = [(frame.filename, frame.lineno or 0) for frame in TracingContext.extract_stack()]
+    if found := _jacobian_around():
+        raise RuntimeError(
+            f"{linear.label}: {found} goes through the elements of this rank one by one, or as a batch, so that an exchange"
+            " would mix the rows of different ranks; take vjp or jvp of one direction at a time, alike on all ranks"
+        )
+
+
+def _jacobian_around() -> str | None:
+    """The innermost caller that takes a whole Jacobian."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    files = _jacobian_lines()
     while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        for name, span in files.get(frame.f_code.co_filename, {}).items():
+            if frame.f_lineno in span:
+                return name
         frame = frame.f_back
-    for name, span in _jacobian_lines().items():
-        if any(file == eager_transforms.__file__ and line in span for file, line in lines):
-            raise RuntimeError(
-                f"{linear.label}: torch.func.{name} batches a unit vector per element of this rank, so that an exchange"
-                " would mix the rows of different ranks; take vjp or jvp of one direction at a time, alike on all ranks"
-            )
+    # Dynamo runs no frames of the functions that it traces, but keeps a stack of its own.
+    for traced in reversed(TracingContext.extract_stack()):
+        for name, span in files.get(traced.filename, {}).items():
+            if (traced.lineno or 0) in span:
+                return name
+    return None
 
 
 @cache
-def _jacobian_lines() -> dict[str, range]:
-    """Where the functions that take whole Jacobians stand in their file."""
-    spans: dict[str, range] = {}
-    for function in (eager_transforms.jacrev, eager_transforms.jacfwd):
+def _jacobian_lines() -> dict[str, dict[str, range]]:
+    """File -> name and lines of each function in it that takes whole Jacobians."""
+    spans: dict[str, dict[str, range]] = {}
+    for home, function in (
+        ("torch.func", eager_transforms.jacrev),
+        ("torch.func", eager_transforms.jacfwd),
+        ("torch.autograd.functional", autograd_functional.jacobian),
+        ("torch.autograd.functional", autograd_functional.hessian),
+    ):
         source, start = inspect.getsourcelines(function)
-        spans[function.__name__] = range(start, start + len(source))
+        file = inspect.getfile(inspect.unwrap(function))
+        spans.setdefault(file, {})[f"{home}.{function.__name__}"] = range(start, start + len(source))
     return spans

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 
+from mfsdp_func.effects.blocks import as_bytes
 from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.collectives import compact, spread
 from mfsdp_func.effects.groups import axis_groups
@@ -29,7 +30,10 @@ _ADDED = frozenset(
 def native_collective(
     call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
 ) -> Callable[[], None] | None:
-    """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum."""
+    """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum.
+
+    Sums are those of the target's dtype.
+    """
     groups = axis_groups(collective.mesh)
     if not groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
         return None
@@ -54,10 +58,10 @@ def _all_gather(
     target: torch.Tensor,
 ) -> Callable[[], None]:
     if collective.stored is None and to_buffer == sorted(to_buffer):
-        work = _all_gather_single(_as_bytes(target), _as_bytes(source), group=group, async_op=True)
+        work = _all_gather_single(as_bytes(target), as_bytes(source), group=group, async_op=True)
         return _waiting(work, source)
     gathered = source.new_empty((len(to_buffer), *source.shape))
-    work = _all_gather_single(_as_bytes(gathered), _as_bytes(source), group=group, async_op=True)
+    work = _all_gather_single(as_bytes(gathered), as_bytes(source), group=group, async_op=True)
 
     def finish() -> None:
         work.wait()
@@ -79,11 +83,8 @@ def _reduce_scatter(
         from_buffer = sorted(range(ranks), key=to_buffer.__getitem__)
         segments = rearrange(stored, "(rank n) ... -> rank n ...", rank=ranks, n=step)
         stored = rearrange(segments[from_buffer], "rank n ... -> (rank n) ...")
+    stored = stored.to(target.dtype)
     return _waiting(_reduce_scatter_single(target, stored, group=group, async_op=True), stored)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _waiting(work: "dist.Work | None", *keep: torch.Tensor) -> Callable[[], None]:

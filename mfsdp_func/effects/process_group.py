@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mfsdp_func.effects.agreement import bytes_of, compare_facts
-from mfsdp_func.effects.blocks import packed, room_for, unpack
+from mfsdp_func.effects.blocks import as_bytes, packed, room_for, unpack
 from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.effects.groups import axis_groups
 from mfsdp_func.effects.native_collectives import native_collective
@@ -180,10 +180,6 @@ def _wait(works: Sequence[Any], *keep: torch.Tensor) -> None:
         work.wait()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
 Stage = tuple[list[Parcel], list[Parcel]]
 Post = Callable[[Sequence[Parcel], Sequence[Parcel]], Callable[[], None]]
 
@@ -203,9 +199,9 @@ def _post(
 ) -> Callable[[], None]:
     """Post the messages of one stage to gloo; return what waits for them and unpacks."""
     incoming = [room_for(parcel.parts) for parcel in receives]
-    works = [_irecv(_as_bytes(room), p.peer, group, tag) for room, p in zip(incoming, receives, strict=True)]
+    works = [_irecv(as_bytes(room), p.peer, group, tag) for room, p in zip(incoming, receives, strict=True)]
     outgoing = [packed(parcel.parts) for parcel in sends]
-    works += [_isend(_as_bytes(buffer), p.peer, group, tag) for buffer, p in zip(outgoing, sends, strict=True)]
+    works += [_isend(as_bytes(buffer), p.peer, group, tag) for buffer, p in zip(outgoing, sends, strict=True)]
 
     def finish() -> None:
         _wait(works, *outgoing)
@@ -219,10 +215,10 @@ def _post_batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Seq
     """Queue one stage on the current CUDA stream as one batch."""
     incoming = [room_for(parcel.parts) for parcel in receives]
     operations = [
-        dist.P2POp(dist.irecv, _as_bytes(room), parcel.peer, group)
+        dist.P2POp(dist.irecv, as_bytes(room), parcel.peer, group)
         for room, parcel in zip(incoming, receives, strict=True)
     ]
-    operations += [dist.P2POp(dist.isend, _as_bytes(packed(parcel.parts)), parcel.peer, group) for parcel in sends]
+    operations += [dist.P2POp(dist.isend, as_bytes(packed(parcel.parts)), parcel.peer, group) for parcel in sends]
     works = dist.batch_isend_irecv(operations)
 
     def finish() -> None:

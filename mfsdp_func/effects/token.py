@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 AnyStream: TypeAlias = torch.Stream | torch.cuda.Stream
@@ -54,7 +55,10 @@ class Pending:
             finish, self._finish = self._finish, None
             _IN_FLIGHT.discard(self)
             try:
-                finish()
+                with (
+                    temporarily_clear_interpreter_stack()
+                ):  # it fills plain tensors, under a `torch.func` transform too
+                    finish()
             except BaseException as error:
                 self._error = error
         if self._error is not None:

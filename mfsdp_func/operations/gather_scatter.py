@@ -250,6 +250,8 @@ def _run(
         inputs = given_tensors(plans, wirings, sources)
         dtype, says = dtype_of(operation, said[0], [group.dtype for group in owners])
         options = check_tensors(plan, names_of(plans), inputs, dtype, device, tokens, says)
+        if options.dtype is None and any(wiring.empty for wiring in wirings):
+            raise TypeError(_unknown_dtype(plan.label, [i for wiring in wirings for i, _ in wiring.empty]))
     outputs, token = run(plan, options, inputs, tokens, how[1], how[2])
     return _results(wirings, outputs, options), token
 
@@ -300,6 +302,13 @@ def given_tensors(
         except KeyError:
             raise KeyError(_missing_entry(plan, wiring, tuple(source))) from None
     return found
+
+
+def _unknown_dtype(label: str, empty: Sequence[int]) -> str:
+    return (
+        f"{label}: this rank owns tensor {empty[0]}, which has no elements, and gives no tensor, so its dtype is unknown;"
+        " pass dtype=, or the token of the operation before with after=, or make the GroupOwnerLayout with dtype="
+    )
 
 
 def _missing_entry(plan: Plan, wiring: Wiring, given: tuple[int, ...]) -> str:
@@ -375,6 +384,8 @@ def _run_traced(
     found: list[dict[int, torch.Tensor]] = []
     at = 0
     for _, given, empty in wirings:
+        if empty and token.dtype is None:
+            raise TypeError(_unknown_dtype(operation, [i for i, _ in empty]))
         results = dict(zip(given, outputs[at : at + len(given)], strict=True))
         at += len(given)
         for i, shape in empty:

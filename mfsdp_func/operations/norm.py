@@ -73,7 +73,14 @@ def global_norm(
     if math.isinf(ord):
         return largest_over(chosen, axes, local).to(dtype)
     total = summed_over(sum_spec(chosen, 1, axes), local.reshape(1), deterministic)[0]
-    return (total.sqrt() if ord == 2 else total ** (1 / ord)).to(dtype)
+    return root_of(total, ord).to(dtype)
+
+
+def root_of(power: torch.Tensor, ord: float) -> torch.Tensor:
+    """``power ** (1 / ord)``, whose derivative at zero is zero, as that of `torch.linalg.vector_norm`; not NaN."""
+    zero = power == 0
+    positive = torch.where(zero, 1.0, power)
+    return torch.where(zero, power, positive.sqrt() if ord == 2 else positive ** (1 / ord))
 
 
 def power_of(part: torch.Tensor, ord: float = 2.0) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Owner compute over many parameter groups, with the messages of other groups under way while one is computed."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 import torch
 
@@ -46,7 +46,8 @@ def pipeline(
         For each group, what `scatter` returns, and a token that links all of them; nothing is left to wait for.
 
     Raises:
-        ValueError: if `depth` is negative, or there is not one source per group.
+        ValueError: if `depth` is negative, or there is not one source per group: before any communication where
+            `sources` has a length, else as soon as an iterator ends, or (after all groups) does not.
         Exception: what `gather`, `scatter` and `compute` raise.
 
     Effects: the messages of `gather` and `scatter`, in one order on all ranks. Beyond the results, memory holds the
@@ -64,6 +65,10 @@ def pipeline(
     """
     if depth < 0:
         raise ValueError(f"pipeline: depth must not be negative, got {depth}")
+    if isinstance(sources, Sized) and len(sources) != len(owner_layouts):
+        raise ValueError(
+            f"pipeline: {len(owner_layouts)} owner layouts, but {len(sources)} sources; give one per group"
+        )
     tokens = as_tokens(after)
     waiting = iter(sources)
     gathered: deque[tuple[dict[int, torch.Tensor], Token]] = deque()
@@ -102,6 +107,8 @@ def pipeline(
             scattered.popleft().wait()
     for token in scattered:
         token.wait()
+    if next(waiting, None) is not None:
+        raise ValueError(f"pipeline: {len(owner_layouts)} owner layouts, but more sources; give one per group")
     return results, _joined(links)
 
 

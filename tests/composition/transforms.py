@@ -117,6 +117,16 @@ def run_jvp_of_grad(program: Program, compiled: Compile) -> Tensors:
     return tree_leaves(compiled(fn)(program.values, tangents_of(program.values)))
 
 
+def run_grad_of_jvp(program: Program, compiled: Compile) -> Tensors:
+    def fn(values: Values, tangents: Values) -> Values:
+        def slope(values: Values) -> torch.Tensor:
+            return jvp(lambda values: program.loss(values)[0], (values,), (tangents,))[1]
+
+        return grad(slope)(values)
+
+    return tree_leaves(compiled(fn)(program.values, tangents_of(program.values)))
+
+
 def run_grad_of_grad(program: Program, compiled: Compile) -> Tensors:
     def directional(values: Values, tangents: Values) -> torch.Tensor:
         gradients, (_, token) = grad(program.loss, has_aux=True)(values)
@@ -328,6 +338,7 @@ TRANSFORMS: dict[str, Transform] = {
     "vmap of grad": Transform(run_vmap_of_grad, Expected.vmap_of_grad),
     "grad of vmap": Transform(run_grad_of_vmap, Expected.vmap_of_grad),
     "jvp of grad": Transform(run_jvp_of_grad, Expected.second),
+    "grad of jvp": Transform(run_grad_of_jvp, Expected.second),
     "grad of grad": Transform(run_grad_of_grad, Expected.second),
     "functional_call": Transform(run_functional_call, Expected.grad),
     "checkpoint": Transform(run_checkpoint, Expected.grad_of_square),
