@@ -21,6 +21,8 @@ from mfsdp_func.optim.muon import MuonState, muon, scale_by_muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
 from mfsdp_func.optim.orthogonal import gram, normalize_rows, polar_express, polar_express_coefficients
 from mfsdp_func.optim.owners import Owners, map_on_owners
+from mfsdp_func.optim.route import Route, RouteLine, route
+from mfsdp_func.optim.routed import RoutePlan, from_route, plan_route
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates, partition
 
@@ -32,6 +34,9 @@ __all__ = [
     "LearningRate",
     "MuonState",
     "Owners",
+    "Route",
+    "RouteLine",
+    "RoutePlan",
     "TorchOptimizer",
     "adamw",
     "add_decayed_weights",
@@ -39,6 +44,7 @@ __all__ = [
     "block_layout",
     "blocks",
     "chain",
+    "from_route",
     "gram",
     "join_blocks",
     "map_on_owners",
@@ -47,8 +53,10 @@ __all__ = [
     "normalize_rows",
     "owners_of_blocks",
     "partition",
+    "plan_route",
     "polar_express",
     "polar_express_coefficients",
+    "route",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_muon",
