@@ -29,6 +29,7 @@ import gpt
 import reference
 import torch
 import torch.distributed as dist
+from leave import leave
 from text import TextError, batch_at, load_text
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -216,8 +217,6 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
     trained = {name: named(unit, state.buffers[name].allgather(0)) for name, unit in units.items()}
-    if dist.is_initialized():
-        dist.destroy_process_group()
     if rank:
         return
 
@@ -315,6 +314,7 @@ def main() -> None:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     run(args, text, device)
+    leave()  # all ranks wait for the first one's comparison
 
 
 if __name__ == "__main__":

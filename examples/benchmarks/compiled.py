@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from measure import join, medians, on_cuda, ratio, time_rounds
+from measure import join, leave, medians, on_cuda, ratio, time_rounds
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,10 +108,10 @@ def main() -> None:
     """See the module."""
     rank, size = join()
     row = step_row(mf.as_mesh(init_device_mesh("cuda" if on_cuda() else "cpu", (size,))), rounds=15)
-    dist.destroy_process_group()
     if rank == 0:
         print(json.dumps({"guards": [guard_row(count) for count in (3, 2000)], "steps": [row]}, indent=2))
 
 
 if __name__ == "__main__":
     main()
+    leave()

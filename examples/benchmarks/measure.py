@@ -5,6 +5,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from leave import leave  # noqa: F401  # the counterpart of `join`
 
 Run = Callable[[], object]
 Message = tuple[torch.Tensor, int]

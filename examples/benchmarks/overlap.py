@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import medians, ratio, time_rounds
+from measure import leave, medians, ratio, time_rounds
 from steps import DTYPE, orthogonalize
 from workloads import Shape, Workload, place
 
@@ -173,4 +173,4 @@ if __name__ == "__main__":
     measured = overlap_row(sys.argv[3] == "1", rounds=int(sys.argv[2]))
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(measured))
-    dist.destroy_process_group()
+    leave()

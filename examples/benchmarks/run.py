@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import group_row
-from measure import environment, join, medians, on_cuda, ratio, time_rounds
+from measure import environment, join, leave, medians, on_cuda, ratio, time_rounds
 from memory import peak_rows
 from model import model_rows
 from movement import movement_rows
@@ -166,9 +166,7 @@ def main() -> None:
             (options.out / f"ranks-{size}.json").write_text(json.dumps(found))
         dist.barrier()
         if rank or os.environ.get("MFSDP_BENCHMARK_PART"):
-            # Not through the interpreter's exit: there, threads of FSDP2's groups have been seen to abort the process.
-            os._exit(0)
-        dist.destroy_process_group()
+            leave(together=False)  # the first rank may go on for an hour
         results["ranks"][str(size)] = found
     elif set(options.only) & set(RANK_SECTIONS):
         for size in options.ranks:
@@ -182,6 +180,7 @@ def main() -> None:
     if options.readme:
         put_into(results, options.readme)
     print((options.out / "results.md").read_text())
+    leave(together=False)
 
 
 if __name__ == "__main__":

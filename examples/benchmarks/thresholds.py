@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import medians, ratio, time_rounds
+from measure import leave, medians, ratio, time_rounds
 
 SIZES = tuple(2**power for power in range(10, 21))
 """Bytes of one piece."""
@@ -80,4 +80,4 @@ if __name__ == "__main__":
             )
         alpha, beta = alpha_beta(table)
         print(f"direct wins from {crossing(table)} bytes; a message costs {alpha * 1e6:.0f} us, {1e-9 / beta:.2f} GB/s")
-    dist.destroy_process_group()
+    leave()

@@ -5,12 +5,19 @@
 Compiled code guards on the layout by value: equal layouts, however often they are made, never compile again.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp_func as mf
 from mfsdp_func.optim import newton_schulz
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from leave import leave
 
 
 def step(shards, gradients, learning_rate, owners):
@@ -40,8 +47,8 @@ if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         results = {dist.get_rank(): main(init_device_mesh("cpu", (dist.get_world_size(),)))}
-        dist.destroy_process_group()
     else:
         results = mf.simulate(main, 2).results
     for rank, difference in results.items():
         print(f"rank {rank}: largest difference between compiled and eager weights {difference:.1e}")
+    leave()

@@ -6,11 +6,18 @@ The loss is a function of this rank's shards. `torch.func.grad` of it returns sh
 losses. A rank that owns nothing gets an empty dict from `gather`; the token carries the gradient's way through it.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp_func as mf
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from leave import leave
 
 
 def loss(shards, owners, target):
@@ -43,8 +50,8 @@ if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         results = {dist.get_rank(): main(init_device_mesh("cpu", (dist.get_world_size(),)))}
-        dist.destroy_process_group()
     else:
         results = mf.simulate(main, 4).results
     for rank, losses in results.items():
         print(f"rank {rank}: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    leave()
