@@ -7,10 +7,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.effects.blocks import find_overlap
-from mfsdp_func.effects.call import are_alike, check_tensors, faults_reported
+from mfsdp_func.effects.call import Wanted, are_alike, check_tensors, faults_reported
 from mfsdp_func.effects.move import is_untransformed, launch
-from mfsdp_func.operations.gather_scatter import Wiring, dtype_of, given_tensors, names_of, plans_of, wiring_of
-from mfsdp_func.plans.joint_plan import JointPlan, join_plans
+from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, as_mesh
@@ -98,25 +97,23 @@ def _move_into(
             f"inplace.{operation} cannot run under a torch.func transform or in a compiled region; use"
             f" mfsdp_func.{operation}, which returns new tensors"
         )
-    plans = plans_of(operation, owners, include_own=operation == "gather")
-    with faults_reported(plans[0]):
-        plan = join_plans(plans)
-        wirings = tuple(map(wiring_of, plans, owners))
-        inputs = given_tensors(plans, wirings, sources)
+    plan = plan_of_groups(operation, owners, include_own=operation == "gather")
+    with faults_reported(plan):
+        inputs = given_tensors(plan, sources)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise RuntimeError(
                 f"inplace.{operation}: a source requires grad, but what is received in place has no gradient; use"
                 f" mfsdp_func.{operation}, which is differentiable, or call this under torch.no_grad()"
             )
-        targets = _destinations(plan, plans, wirings, destinations)
-        first = targets[0] if targets else None
-        dtype, says = dtype_of(operation, None, [group.dtype for group in owners])
-        if first is not None and dtype not in (None, first.dtype):
-            raise TypeError(f"{plan.label}: the destinations are {first.dtype}, but {says.format(dtype)}; convert them")
-        if first is not None:
-            dtype, says = first.dtype, "the destinations are {}"
-        device = None if first is None else first.device
-        options = check_tensors(plan, names_of(plans), inputs, dtype, device, (), says)
+        targets = _destinations(plan, destinations)
+        wanted = Wanted()
+        if targets:
+            wanted = Wanted(targets[0].dtype, targets[0].device, "the destinations are {}")
+            if plan.dtype not in (None, wanted.dtype):
+                raise TypeError(
+                    f"{plan.label}: the destinations are {wanted.dtype}, but the group is of {plan.dtype}; convert them"
+                )
+        options = check_tensors(plan, inputs, wanted, ())
     rooms = [target.detach() if target.requires_grad else target for target in targets]
     direct = [room if _is_plain(room) else room.new_empty(room.shape) for room in rooms]
     launch(plan, options, None, inputs, direct)
@@ -131,58 +128,54 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _destinations(
-    whole: Plan | JointPlan,
-    plans: Sequence[Plan],
-    wirings: Sequence[Wiring],
-    destinations: Sequence[Mapping[int, torch.Tensor]],
-) -> list[torch.Tensor]:
-    """The tensors that this rank receives into, in the order of the plans, checked."""
-    if len(destinations) != len(plans):
+def _destinations(plan: Plan, destinations: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that this rank receives into, in the order of the plan, checked."""
+    needed = plan.local.output_tensors
+    if len(destinations) != len(needed):
         raise ValueError(
-            f"{plans[0].operation}: {len(destinations)} destinations for {len(plans)} groups; give one per group"
+            f"{plan.operation}: {len(destinations)} destinations for {len(needed)} groups; give one per group"
         )
     targets: list[torch.Tensor] = []
-    for plan, wiring, destination in zip(plans, wirings, destinations, strict=True):
-        if missing := [i for i in wiring.outputs if i not in destination]:
+    for k, (tensors, destination) in enumerate(zip(needed, destinations, strict=True)):
+        if missing := [i for i in tensors if i not in destination]:
             raise KeyError(
-                f"{plan.label}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
-                f" {plan.mesh.rank} receives tensors {list(wiring.outputs)[:8]}"
+                f"{plan.label_of(k)}: destination has no entry for tensor {missing[0]} ({len(missing)} missing in all);"
+                f" rank {plan.mesh.rank} receives tensors {list(tensors)[:8]}"
             )
-        targets += [destination[i] for i in wiring.outputs]
-    if not are_alike(targets, whole.output_numels) or any(map(torch.Tensor.is_inference, targets)):
-        remaining = iter(targets)
-        for plan, wiring in zip(plans, wirings, strict=True):
-            for i, numel in zip(wiring.outputs, plan.output_numels, strict=True):
-                _check_destination(plan, i, next(remaining), numel, targets[0])
+        targets += [destination[i] for i in tensors]
+    places = [(k, i) for k, tensors in enumerate(needed) for i in tensors]
+    if not are_alike(targets, plan.output_numels) or any(map(torch.Tensor.is_inference, targets)):
+        for (k, i), target, numel in zip(places, targets, plan.output_numels, strict=True):
+            _check_destination(plan.label_of(k), plan.mesh.rank, i, target, numel, targets[0])
     if found := find_overlap(targets):
-        names = [f"{i} of {plan.label}" for plan, w in zip(plans, wirings, strict=True) for i in w.outputs]
-        one, other = (names[n] for n in found)
+        one, other = (f"{places[n][1]} of {plan.label_of(places[n][0])}" for n in found)
         raise ValueError(
-            f"{plans[0].operation}: the destination of tensor {one} holds two elements in one place, as an expanded tensor"
+            f"{plan.operation}: the destination of tensor {one} holds two elements in one place, as an expanded tensor"
             " does; give one with memory for each"
             if one == other
-            else f"{plans[0].operation}: the destinations of tensors {one} and {other} share memory; give each its own"
+            else f"{plan.operation}: the destinations of tensors {one} and {other} share memory; give each its own"
         )
     return targets
 
 
-def _check_destination(plan: Plan, i: int, target: torch.Tensor, numel: int, first: torch.Tensor) -> None:
+def _check_destination(
+    label: str, rank: int | None, i: int, target: torch.Tensor, numel: int, first: torch.Tensor
+) -> None:
     strided = isinstance(target, torch.Tensor) and target.layout == torch.strided
     if not strided or (type(target) is not torch.Tensor and hasattr(target, "to_local")):
         kind = f"{target.layout} tensor" if type(target) is torch.Tensor else type(target).__name__
-        raise TypeError(f"{plan.label}: destination of tensor {i} must be a strided torch.Tensor, got a {kind}")
+        raise TypeError(f"{label}: destination of tensor {i} must be a strided torch.Tensor, got a {kind}")
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{plan.label}: destination of tensor {i} was made in inference mode and may not be written to outside of it"
+            f"{label}: destination of tensor {i} was made in inference mode and may not be written to outside of it"
         )
     if target.numel() != numel:
         raise ValueError(
-            f"{plan.label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
-            f" {plan.mesh.rank}, expected {numel}"
+            f"{label}: destination of tensor {i} has {target.numel()} elements {tuple(target.shape)} on rank"
+            f" {rank}, expected {numel}"
         )
     if target.dtype != first.dtype or target.device != first.device:
         raise TypeError(
-            f"{plan.label}: destination of tensor {i} is {target.dtype} on {target.device}, the first one {first.dtype} on"
+            f"{label}: destination of tensor {i} is {target.dtype} on {target.device}, the first one {first.dtype} on"
             f" {first.device}; one call moves one dtype on one device"
         )

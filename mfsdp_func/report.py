@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from mfsdp_func.effects.process_group import PROCESS_GROUPS
-from mfsdp_func.plans.plan import gather_plan, group_messages
+from mfsdp_func.plans.plan import gather_plan
+from mfsdp_func.plans.rank_view import group_messages
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import (
     build_for_row_atomic,
@@ -116,7 +117,7 @@ def owner_table(owners: GroupOwnerLayout, dtype: torch.dtype, cost_fn: CostFn | 
     mesh, plan = owners.mesh, gather_plan(owners, owners.name)
     costs = tensor_costs(owners.layout, owners.tensor_to_owner, cost_fn)
     # An owner stands for its shard coordinates: where an axis replicates, each replica group has such a rank.
-    shard_of = {rank: mesh.shard_index(plan.axes, rank) for rank in mesh.ranks}
+    shard_of = {rank: mesh.shard_index(plan.groups[0].axes, rank) for rank in mesh.ranks}
     owned = {k: [i for i, owner in owners.tensor_to_owner.items() if shard_of[owner] == k] for k in shard_of.values()}
     work = {k: sum(costs[i] for i in tensors) for k, tensors in owned.items()}
     mean = sum(work.values()) / len(work)

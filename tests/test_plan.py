@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from mfsdp_func.plans.joint_plan import JointPlan, join_plans
-from mfsdp_func.plans.plan import Plan, gather_plan, group_messages, scatter_plan
+from mfsdp_func.plans.plan import Plan, gather_plan, join_plans, scatter_plan
+from mfsdp_func.plans.rank_view import group_messages
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
 from mfsdp_func.values.mesh import Mesh
@@ -89,7 +89,7 @@ def plans_of(owners: GroupOwnerLayout) -> list[Plan]:
 
 def identities(plan: Plan, tensor: int) -> np.ndarray:
     """A different number for every element of every tensor."""
-    return tensor * 1_000_000 + np.arange(plan.shapes[tensor].numel())
+    return tensor * 1_000_000 + np.arange(plan.groups[0].shapes[tensor].numel())
 
 
 def execute(plan: Plan, direct: int = 1, packed: int = 1) -> dict[int, list[np.ndarray]]:
@@ -143,10 +143,16 @@ def test_views_are_those_of_the_brute_force(owners: GroupOwnerLayout) -> None:
             for t in owners.tensor_to_owner
             if owner_in_group(owners, t, rank) == rank and owners.layout.tensor_shapes[t].numel()
         }
+        empty = {  # a gather has results for them too
+            t: range(0)
+            for t in owners.tensor_to_owner
+            if owner_in_group(owners, t, rank) == rank and not owners.layout.tensor_shapes[t].numel()
+        }
         elsewhere = {t: part for t, part in mine.items() if t not in owned}
         shared = {t: part for t, part in owned.items() if mine.get(t) != part}
         for plan, inputs, outputs in (
-            (gather, mine, owned),
+            (gather, mine, owned | empty),
+            (gather.transpose, owned | empty, mine),
             (scatter, owned, mine),
             (without_own, owned, elsewhere),
             (without_own.transpose, elsewhere, owned),
@@ -154,8 +160,9 @@ def test_views_are_those_of_the_brute_force(owners: GroupOwnerLayout) -> None:
             view = plan.view(rank)
             assert [(s.tensor, range(s.part.start, s.part.end)) for s in view.inputs] == sorted(inputs.items())
             assert [(s.tensor, range(s.part.start, s.part.end)) for s in view.outputs] == sorted(outputs.items())
-            assert view.input_numels == tuple(len(inputs[t]) for t in sorted(inputs))
-            assert view.output_numels == tuple(len(outputs[t]) for t in sorted(outputs))
+            if rank == owners.mesh.rank:
+                assert plan.input_numels == tuple(len(inputs[t]) for t in sorted(inputs))
+                assert plan.output_numels == tuple(len(outputs[t]) for t in sorted(outputs))
             for slot in (*view.inputs, *view.outputs):
                 assert np.prod(slot.shape, dtype=int) == slot.part.numel
             order = [(t.slot, t.start) for t in view.sends]
@@ -213,7 +220,8 @@ def test_transpose_swaps_everything_and_is_its_own_inverse(owners: GroupOwnerLay
 def test_gather_and_scatter_are_transposes(owners: GroupOwnerLayout) -> None:
     gather, scatter, _ = plans_of(owners)
     there, back = gather.transpose, scatter
-    assert replace(there, operation="") == replace(back, operation="")
+    (group,) = there.groups
+    assert Plan("", there.mesh, (replace(group, empty=()),)) == replace(back, operation="")
 
 
 @given(owner_layouts)
@@ -282,7 +290,7 @@ def test_table_lists_every_piece_and_the_totals(owners: GroupOwnerLayout) -> Non
             shape, _, rest = rest.partition(")")
             src, dst, span, numel = rest.split()
             start, end = map(int, span.split(".."))
-            assert shape + ")" == str(tuple(plan.shapes[int(tensor)]))
+            assert shape + ")" == str(tuple(plan.groups[0].shapes[int(tensor)]))
             assert numel == f"({end - start})"
             parsed.append((int(tensor), int(src), int(dst), range(start, end)))
         assert sorted(parsed, key=repr) == pieces
@@ -396,11 +404,11 @@ def test_digests_are_equal_in_a_process_with_another_hash_seed() -> None:
     assert pickle.loads(done.stdout) == all_digests()
 
 
-def plans_used() -> list[Plan | JointPlan]:
+def plans_used() -> list[Plan]:
     """Plans whose derived values have all been asked for."""
     layout = build_for_row_atomic([(4, 2)], 2)
     plans = tuple(gather_plan(GroupOwnerLayout(Mesh(2, rank=0), layout, {0: 1}), name) for name in "ab")
-    found: list[Plan | JointPlan] = [*plans, join_plans(plans)]
+    found: list[Plan] = [*plans, join_plans(plans)]
     for plan in found:
         assert hash(plan) == hash(plan.transpose.transpose)
         assert plan.local.sends
@@ -456,7 +464,7 @@ def test_one_view_of_a_large_plan() -> None:
     owners = GroupOwnerLayout(mesh, layout, assign_owner_work(layout, mesh, range(5000)))
     view = gather_plan(owners, "").local
     own = layout.get_segment(1000, count)
-    assert sum(view.input_numels) == own.numel
+    assert sum(slot.part.numel for slot in view.inputs) == own.numel
     assert sum(copy.numel for copy in view.copies) + sum(t.numel for t in view.sends) == own.numel
     assert {t.peer for t in view.sends} <= {999, 1001}
 

@@ -9,7 +9,7 @@ from workloads import GPT2_MATRICES, Workload, place
 from mfsdp_func import Mesh
 from mfsdp_func.effects.process_group import DIRECT_NBYTES, PROCESS_GROUPS
 from mfsdp_func.operations.gather_scatter import plan_of
-from mfsdp_func.plans.plan import group_messages
+from mfsdp_func.plans.rank_view import group_messages
 
 
 def model_rows(

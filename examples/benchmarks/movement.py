@@ -11,7 +11,8 @@ from workloads import Owning, Placed, Workload, check_gathered, check_scattered,
 import mfsdp_func as mf
 from mfsdp_func import Mesh, Range, inplace, intersect_ranges
 from mfsdp_func.operations.gather_scatter import plan_of
-from mfsdp_func.plans.plan import Plan, Transfer
+from mfsdp_func.plans.plan import Plan
+from mfsdp_func.plans.rank_view import Transfer
 
 Tensors: TypeAlias = dict[int, torch.Tensor]
 

@@ -18,8 +18,8 @@ from mfsdp_func import (
     intersect_ranges,
     ns_cost_fn,
 )
-from mfsdp_func.effects.call import check_tensors
-from mfsdp_func.operations.gather_scatter import given_tensors, plan_of, wiring_of
+from mfsdp_func.effects.call import Wanted, check_tensors
+from mfsdp_func.operations.gather_scatter import given_tensors, plan_of
 from mfsdp_func.values.balance import WorkGroup, balance_owner_work
 from mfsdp_func.values.layout import GlobalLayout
 
@@ -91,13 +91,12 @@ def warm_rows(
         flat = torch.zeros(numel)
         source = dict(enumerate(flat.view(tensors, 64, 64)))
         plan = plan_of("gather", again, True)
-        wiring = wiring_of(plan, again)
 
-        def find(again: GroupOwnerLayout = again) -> None:
-            wiring_of(plan_of("gather", again, True), again)
+        def find(again: GroupOwnerLayout = again, source: Any = source) -> None:
+            given_tensors(plan_of("gather", again, True), (source,))
 
-        def look(plan: Any = plan, wiring: Any = wiring, source: Any = source) -> None:
-            check_tensors(plan, wiring.inputs, given_tensors((plan,), (wiring,), (source,)), None, None, ())
+        def look(plan: Any = plan, source: Any = source) -> None:
+            check_tensors(plan, given_tensors(plan, (source,)), Wanted(), ())
 
         what = f"{tensors} tensors, {ranks} ranks"
         rows.append({"what": f"find the plan: {what}", "seconds": time_alone(find, repeats)})

@@ -4,15 +4,17 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
 
 from mfsdp_func.effects.agreement import checking, report_fault
 from mfsdp_func.effects.here import carrier_of, check_place, this_rank
-from mfsdp_func.effects.move import LinearMap, Options, in_flight, move
+from mfsdp_func.effects.move import Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
+from mfsdp_func.plans.linear_map import LinearMap
 
 
 @contextmanager
@@ -32,34 +34,52 @@ def faults_reported(linear: LinearMap) -> Generator[None, None, None]:
         raise
 
 
+class Wanted(NamedTuple):
+    """What a caller says of the elements that move; what is None is left to the map, and to the tensors given.
+
+    Attributes:
+        dtype: of the elements.
+        device: of the results.
+        dtype_origin: how a message tells where `dtype` comes from.
+    """
+
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    dtype_origin: str = "dtype={} was asserted"
+
+
+class Order(NamedTuple):
+    """When a call runs: after which tokens, on which CUDA stream, and whether it may still be in flight on return."""
+
+    after: After = ()
+    stream: AnyStream | None = None
+    async_op: bool = False
+
+
 def check_tensors(
-    linear: LinearMap,
-    names: Sequence[object],
-    tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    tokens: Sequence[Token],
-    says: str = "dtype={} was asserted",
+    linear: LinearMap, tensors: Sequence[torch.Tensor], wanted: Wanted, tokens: Sequence[Token]
 ) -> Options:
     """Check this rank's inputs against the map, and settle the dtype and device of its outputs.
 
     Args:
         linear: the map.
-        names: of the tensors, for messages.
         tensors: what this rank gives.
-        dtype: what they must be in; None where nobody says it.
-        device: likewise.
+        wanted: see `Wanted`.
         tokens: of the operations before; they know the dtype where this rank gives no tensor.
-        says: how a message tells where `dtype` comes from.
 
     Raises:
-        TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than `dtype`, or where the
-            dtype cannot be known.
+        TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than the one wanted, or where
+            the dtype cannot be known.
         ValueError: on a wrong number of elements, or on mixed devices.
     """
+    dtype, origin = (
+        (linear.dtype, "the group is of {}") if wanted.dtype is None else (wanted.dtype, wanted.dtype_origin)
+    )
+    device = None if wanted.device is None else torch.device(wanted.device)
     first = tensors[0] if tensors else None
-    every = () if are_alike(tensors, linear.input_numels) else zip(names, tensors, linear.input_numels, strict=True)
-    for name, tensor, numel in every:
+    every = () if are_alike(tensors, linear.input_numels) else zip(tensors, linear.input_numels, strict=True)
+    for n, (tensor, numel) in enumerate(every):
+        name = linear.input_name(n)
         if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{linear.label}: tensor {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
@@ -78,20 +98,24 @@ def check_tensors(
             )
         if tensor.dtype != first.dtype:  # pyright: ignore[reportOptionalMemberAccess]
             raise TypeError(
-                f"{linear.label}: tensor {name} is {tensor.dtype} but tensor {names[0]} is {first.dtype};"  # pyright: ignore[reportOptionalMemberAccess]
+                f"{linear.label}: tensor {name} is {tensor.dtype} but tensor {linear.input_name(0)} is {first.dtype};"  # pyright: ignore[reportOptionalMemberAccess]
                 " one call moves one dtype: convert, or make one group per dtype"
             )
         if tensor.device != first.device:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(
-                f"{linear.label}: tensor {name} is on {tensor.device} but tensor {names[0]} on {first.device};"  # pyright: ignore[reportOptionalMemberAccess]
+                f"{linear.label}: tensor {name} is on {tensor.device} but tensor {linear.input_name(0)} on {first.device};"  # pyright: ignore[reportOptionalMemberAccess]
                 " bring all of them to one device"
             )
     if first is None:
         return _options_without_tensor(linear, dtype, device, tokens)
     if dtype not in (None, first.dtype):
-        raise TypeError(f"{linear.label}: {says.format(dtype)}, but tensor {names[0]} is {first.dtype}; convert it")
+        raise TypeError(
+            f"{linear.label}: {origin.format(dtype)}, but tensor {linear.input_name(0)} is {first.dtype}; convert it"
+        )
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
-        raise ValueError(f"{linear.label}: device={device} was asserted, but tensor {names[0]} is on {first.device}")
+        raise ValueError(
+            f"{linear.label}: device={device} was asserted, but tensor {linear.input_name(0)} is on {first.device}"
+        )
     return Options(first.dtype, first.device)
 
 
@@ -115,7 +139,7 @@ def _options_without_tensor(
     known = dtype or next((token.dtype for token in tokens if token.dtype), None)
     if known is None and linear.output_numels:
         raise TypeError(
-            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so it cannot know the dtype it will receive;"
+            f"{linear.label}: rank {linear.mesh.rank} gives no tensor, so it cannot know the dtype of its results;"
             " pass dtype=, or the token of the operation before with after=, or make the GroupOwnerLayout with dtype="
         )
     where = device or (tokens[0].link.device if tokens else carrier_of(linear.mesh).device(linear.mesh))
@@ -123,27 +147,22 @@ def _options_without_tensor(
 
 
 def run(
-    linear: LinearMap,
-    options: Options,
-    inputs: Sequence[torch.Tensor],
-    tokens: Sequence[Token],
-    stream: AnyStream | None,
-    async_op: bool,
+    linear: LinearMap, options: Options, inputs: Sequence[torch.Tensor], tokens: Sequence[Token], order: Order
 ) -> tuple[tuple[torch.Tensor, ...], Token]:
-    """Run a map on checked inputs, after `tokens`; see `gather` for `stream` and `async_op`.
+    """Run a map on checked inputs, after `tokens`, which are those of `order`.
 
     Raises:
         ValueError: if a stream is given for tensors that are not on CUDA.
     """
     if options.device.type == "cuda":
-        return _run_on_cuda(linear, options, inputs, tokens, stream, async_op)
-    if stream is not None:
+        return _run_on_cuda(linear, options, inputs, tokens, order)
+    if order.stream is not None:
         raise ValueError(
             f"{linear.label}: stream= is for CUDA tensors, these are on {options.device}; use async_op=True"
         )
     for token in tokens:
         token.wait()
-    if not async_op:
+    if not order.async_op:
         link, outputs = move(linear, options, joined_link(tokens), inputs)
         return outputs, Token(link, (), _dtype(options, outputs))
     with in_flight() as flight:
@@ -153,16 +172,11 @@ def run(
 
 
 def _run_on_cuda(
-    linear: LinearMap,
-    options: Options,
-    inputs: Sequence[torch.Tensor],
-    tokens: Sequence[Token],
-    stream: AnyStream | None,
-    async_op: bool,
+    linear: LinearMap, options: Options, inputs: Sequence[torch.Tensor], tokens: Sequence[Token], order: Order
 ) -> tuple[tuple[torch.Tensor, ...], Token]:
     current = torch.cuda.current_stream(options.device)
-    chosen = stream or (_side_stream(options.device) if async_op else current)
-    if stream is None and async_op:
+    chosen = order.stream or (_side_stream(options.device) if order.async_op else current)
+    if order.stream is None and order.async_op:
         chosen.wait_stream(current)
     with torch.cuda.stream(chosen):  # pyright: ignore[reportArgumentType]
         for token in tokens:
@@ -179,19 +193,15 @@ def _run_on_cuda(
 
 
 def run_traced(
-    key: str,
-    names: Sequence[object],
-    inputs: Sequence[torch.Tensor],
-    said: tuple[torch.dtype | None, torch.device | str | None, str],
-    after: After,
+    key: str, inputs: Sequence[torch.Tensor], wanted: Wanted, group_dtype: torch.dtype | None, after: After
 ) -> tuple[list[torch.Tensor], Token]:
     """`run` as `torch.compile` traces it: a remembered map on tensors that are checked while tracing.
 
     Args:
         key: of the map, see `remember`.
-        names: of the inputs, for messages.
         inputs: of any shape.
-        said: the dtype and device that the caller or the group says, and how a message tells where the dtype is from.
+        wanted: see `Wanted`.
+        group_dtype: what the map says where `wanted` says nothing.
         after: tokens without work in flight.
 
     Returns:
@@ -207,25 +217,24 @@ def run_traced(
     known: torch.dtype | None = None
     for token in tokens:
         known = known or token.dtype
-    link, *outputs = _in_graph(key, tuple(names), *said, known, joined_link(tokens), *inputs)
-    return outputs, Token(link, (), getattr(inputs[0], "dtype", None) if inputs else said[0] or known)
+    dtype, device, origin = wanted
+    link, *outputs = _in_graph(key, dtype, device, origin, known, joined_link(tokens), *inputs)
+    return outputs, Token(link, (), getattr(inputs[0], "dtype", None) if inputs else dtype or group_dtype or known)
 
 
 @torch.compiler.allow_in_graph
 def _in_graph(
     key: str,
-    names: tuple[object, ...],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    says: str,
+    dtype_origin: str,
     known: torch.dtype | None,
     link: torch.Tensor | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     linear = remembered(key)
-    where = torch.device(device) if device is not None else None
     tokens = () if link is None else (Token(link, (), known),)
-    options = check_tensors(linear, names, tensors, dtype, where, tokens, says)
+    options = check_tensors(linear, tensors, Wanted(dtype, device, dtype_origin), tokens)
     link, outputs = move(linear, options, link, tensors)
     return (link, *outputs)
 

@@ -11,7 +11,7 @@ import torch
 
 from mfsdp_func.effects.blocks import Block, Memory, Pair, Places, blocks_of, copy_all, pair_blocks
 from mfsdp_func.effects.carrier import Call, Carrier, Parcel
-from mfsdp_func.plans.plan import Message, RankView, group_messages
+from mfsdp_func.plans.rank_view import Message, RankView, Slot, group_messages
 
 _ALIGNMENT_NBYTES = 64
 
@@ -113,27 +113,32 @@ def empty_outputs(
 ) -> tuple[torch.Tensor, ...]:
     """New tensors, of shape ``(slot numel, *batch)``, or with None of the slots' own shapes.
 
-    Zero where the exchange may leave elements unwritten. Side by side in one storage, in the order of the slots and
-    aligned to 64 bytes, they take one allocation, and messages for neighbours need no buffer.
+    Zero where the exchange may leave elements unwritten. Side by side in one storage per group (whose memory can be freed
+    when the group is done with), in the order of the slots and aligned to 64 bytes, they take one allocation, and messages
+    for neighbours need no buffer.
     """
     make = torch.empty if _fills(view) else torch.zeros
     if not one_storage:
-        return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in view.output_numels)
+        return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in _numels(view))
     unit = max(1, _ALIGNMENT_NBYTES // dtype.itemsize)
-    numel, rows = _rows(view, None if batch is None else tuple(batch), unit)
-    storage = make(numel, dtype=dtype, device=device)
     parts: list[torch.Tensor] = []
-    for row in rows:
-        parts += storage.as_strided(*row).unbind()
+    for numel, rows in _storages(view, None if batch is None else tuple(batch), unit):
+        storage = make(numel, dtype=dtype, device=device)
+        for row in rows:
+            parts += storage.as_strided(*row).unbind()
     return tuple(parts)
 
 
 @lru_cache(maxsize=4096)
-def _rows(view: RankView, batch: tuple[int, ...] | None, unit: int) -> tuple[int, tuple[_Row, ...]]:
-    """The elements of the outputs' storage; and size, strides and start of each row of outputs of equal shapes in it."""
+def _storages(view: RankView, batch: tuple[int, ...] | None, unit: int) -> tuple[tuple[int, tuple[_Row, ...]], ...]:
+    """For each group, the elements of a storage for its outputs, and the rows of outputs of equal shapes in it."""
+    return tuple(_rows(group.outputs, batch, unit) for group in view.groups)
+
+
+def _rows(slots: Sequence[Slot], batch: tuple[int, ...] | None, unit: int) -> tuple[int, tuple[_Row, ...]]:
     rows: list[_Row] = []
     scale, end = math.prod(batch or ()), 0
-    for slot in view.outputs:
+    for slot in slots:
         shape = slot.shape if batch is None else (slot.part.numel, *batch)
         step = -(-slot.part.numel // unit) * unit * scale
         if rows and rows[-1][0][1:] == shape:
@@ -150,4 +155,8 @@ def _rows(view: RankView, batch: tuple[int, ...] | None, unit: int) -> tuple[int
 def _fills(view: RankView) -> bool:
     """Whether the exchange writes every element of the outputs."""
     written = sum(transfer.numel for transfer in view.receives) + sum(copy.numel for copy in view.copies)
-    return written == sum(view.output_numels)
+    return written == sum(_numels(view))
+
+
+def _numels(view: RankView) -> tuple[int, ...]:
+    return tuple(slot.part.numel for slot in view.outputs)

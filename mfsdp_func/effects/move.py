@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -36,23 +36,17 @@ from mfsdp_func.effects.exchange import empty_outputs, start_exchange
 from mfsdp_func.effects.here import carrier_of, check_place
 from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
 from mfsdp_func.plans.collective import Collective
-from mfsdp_func.plans.joint_plan import JointPlan
+from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.plans.plan import Plan
-
-LinearMap: TypeAlias = Plan | JointPlan | Collective
-"""A frozen value that says how elements move between ranks, as this rank sees it; it has a `transpose`."""
 
 
 def allocate(
     linear: LinearMap, dtype: torch.dtype, device: torch.device, batch: Sequence[int] | None, one_storage: bool
 ) -> tuple[torch.Tensor, ...]:
     """New outputs of a map: of ``(numel, *batch)``, or (None) `output_shapes`; each group's in one storage, or each alone."""
-    if isinstance(linear, JointPlan):  # a group's memory can be freed when that group is done with
-        plans = linear.plans
-        return tuple(output for plan in plans for output in allocate(plan, dtype, device, batch, one_storage))
-    if not isinstance(linear, Collective):
+    if isinstance(linear, Plan):
         return empty_outputs(linear.local, dtype, device, batch, one_storage=one_storage)
-    make = torch.empty if linear.stored is None else torch.zeros
+    make = torch.empty if isinstance(linear, Collective) and linear.stored is None else torch.zeros
     return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in linear.output_numels)
 
 
@@ -130,9 +124,11 @@ def launch(
     at_once = flight is not None
     if isinstance(linear, Collective):
         finish = start_collective(linear, carrier, call, inputs[0], _written(outputs, flight)[0], at_once=at_once)
-    else:
+    elif isinstance(linear, Plan):
         targets = targets or locate(_written(outputs, flight))
         finish = start_exchange(linear.local, carrier, call, sources, targets, at_once=at_once)
+    else:
+        raise TypeError(f"{linear.label}: nothing runs a {type(linear).__name__}")
     if flight is None:
         finish()
     else:

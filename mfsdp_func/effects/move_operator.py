@@ -11,7 +11,7 @@ result. Three things see to it, each where the others do not reach:
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
@@ -19,8 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
-if TYPE_CHECKING:
-    from mfsdp_func.effects.move import LinearMap
+from mfsdp_func.plans.linear_map import LinearMap
 
 LIBRARY = torch.library.Library("mfsdp_func", "DEF")
 """Holds `mfsdp_func::move`; `mfsdp_func.effects.move` implements it."""
@@ -31,18 +30,18 @@ LIBRARY.define(
     tags=torch.Tag.cudagraph_unsafe,  # a replayed graph would leave out what runs on the host
 )
 
-_MAPS: "dict[str, LinearMap]" = {}
+_MAPS: dict[str, LinearMap] = {}
 """Kept as long as the process: compiled code may hold any of the keys."""
 
 
-def remember(linear: "LinearMap") -> str:
+def remember(linear: LinearMap) -> str:
     """The key of a map, under which `remembered` finds it and its transpose."""
     for value in (linear, linear.transpose):
         _MAPS[value.key] = value
     return linear.key
 
 
-def remembered(key: str) -> "LinearMap":
+def remembered(key: str) -> LinearMap:
     """The map that was remembered under a key."""
     return _MAPS[key]
 
@@ -67,7 +66,7 @@ has_side_effect(torch.ops.mfsdp_func.move.default)
 
 
 def call_operator(
-    linear: "LinearMap",
+    linear: LinearMap,
     inputs: Sequence[torch.Tensor],
     link: torch.Tensor,
     dtype: torch.dtype | None,

@@ -232,7 +232,7 @@ def _cut(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) ->
     axes = shard_axes(placements.optimizer)
     if not axes:
         return build_row_atomic_layout(shapes, 1)
-    count = len(mesh.shard_ranks(axes, mesh.ranks[0]))
+    count = mesh.shard_count(axes)
     shard = placements.optimizer[axes[0]]
     if isinstance(shard, TensorAtomic):
         owners = owners_of(group, choices.owners, mesh, axes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.call import check_tensors, faults_reported, joined_link, run, run_traced
+from mfsdp_func.effects.call import Order, Wanted, check_tensors, faults_reported, joined_link, run, run_traced
 from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
 from mfsdp_func.operations.spec_facts import fact_of, spec_of
 from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step
@@ -374,12 +374,12 @@ def _communicate(
     if kind != "allgather" and dtype not in _ADDED:
         raise TypeError(f"{kind}: {dtype} cannot be added; cast the buffer first")
     if torch.compiler.is_compiling():
-        (output,), token = run_traced(collective, ("local_buffer",), [local], (None, None, ""), after)
+        (output,), token = run_traced(collective, [local], Wanted(), None, after)
         return DBuffer(spec_of(target), output), token
     with faults_reported(collective):
         tokens = as_tokens(after)
-        options = check_tensors(collective, ("local_buffer",), (local,), None, None, tokens)
-    (output,), token = run(collective, options, (local,), tokens, stream, async_op)
+        options = check_tensors(collective, (local,), Wanted(), tokens)
+    (output,), token = run(collective, options, (local,), tokens, Order(after, stream, async_op))
     return DBuffer(target, output), token
 
 

@@ -6,11 +6,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mfsdp_func.effects.call import check_tensors, run
+from mfsdp_func.effects.call import Order, Wanted, check_tensors, run
 from mfsdp_func.effects.groups import axis_groups
 from mfsdp_func.effects.token import Token
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.plans.plan import Plan
+from mfsdp_func.plans.plan import GroupPlan, Plan
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import shard_axes
@@ -44,7 +44,7 @@ def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
     placements = [Shard(0) if axis in axes else placement for axis, placement in enumerate(buffer.placements)]
     if axes:
         plan = chunk_plan(buffer.mesh, axes, buffer.layout, tensor_index)
-        if plan.source.rank_to_offset != plan.target.rank_to_offset:
+        if plan.groups[0].source.rank_to_offset != plan.groups[0].target.rank_to_offset:
             local = _moved(plan, local.reshape(-1))
         local = local.reshape(local.numel() // buffer.layout.row_numel(tensor_index), *shape[1:])
     stride = torch.empty(shape, device="meta").stride()
@@ -62,8 +62,8 @@ def _moved(plan: Plan, local: torch.Tensor) -> torch.Tensor:
     inputs = [local] if plan.input_numels else []
     # Links, so that a rank which gives or gets nothing runs the backward pass that its peers wait for.
     tokens = (Token.linked_to(local),) if local.is_floating_point() else ()
-    options = check_tensors(plan, plan.tensors[: len(inputs)], inputs, local.dtype, local.device, tokens)
-    outputs, token = run(plan, options, inputs, tokens, None, False)
+    options = check_tensors(plan, inputs, Wanted(local.dtype, local.device), tokens)
+    outputs, token = run(plan, options, inputs, tokens, Order())
     return outputs[0].reshape(-1) if outputs else local[:0] + token.link.to(local.dtype)
 
 
@@ -76,7 +76,8 @@ def chunk_plan(mesh: Mesh, axes: tuple[int, ...], layout: GlobalLayout, tensor_i
     chunk = -(-shape[0] // count)
     theirs = [min(k * chunk, shape[0]) * row for k in range(count)]
     source, target = (GlobalLayout([shape], [0], whole.numel, starts) for starts in (ours, theirs))
-    return Plan("get_dtensor", f"tensor {tensor_index}", mesh, axes, (shape,), source, target, (0,))
+    group = GroupPlan(f"tensor {tensor_index}", axes, (shape,), source, target, (0,))
+    return Plan("get_dtensor", mesh, (group,))
 
 
 def device_mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from mfsdp_func.effects.call import check_tensors, faults_reported, run, run_traced
-from mfsdp_func.effects.move import Options
+from mfsdp_func.effects.call import Order, Wanted, check_tensors, faults_reported, run, run_traced
 from mfsdp_func.effects.move_operator import remember
 from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
-from mfsdp_func.plans.joint_plan import join_plans
-from mfsdp_func.plans.plan import Plan, gather_plan, scatter_plan
+from mfsdp_func.plans.plan import Plan, gather_plan, join_plans, scatter_plan
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 
@@ -53,7 +50,9 @@ def gather(
     Effects: sends each element that is not on its owner once, receives straight into the result; allocates the result
     and, for packed small pieces, at most a few MiB.
     """
-    (results,), token = _run("gather", (source,), (owner_layout,), True, (dtype, device), (after, stream, async_op))
+    (results,), token = _run(
+        "gather", (source,), (owner_layout,), True, Wanted(dtype, device), Order(after, stream, async_op)
+    )
     return results, token
 
 
@@ -89,8 +88,8 @@ def scatter(
     Raises:
         KeyError, ValueError, TypeError: see `gather`.
     """
-    said, how = (dtype, device), (after, stream, async_op)
-    (results,), token = _run("scatter", (source,), (owner_layout,), include_own, said, how)
+    wanted, order = Wanted(dtype, device), Order(after, stream, async_op)
+    (results,), token = _run("scatter", (source,), (owner_layout,), include_own, wanted, order)
     return results, token
 
 
@@ -135,7 +134,7 @@ def gather_coalesced(
     >>> simulate(program, 2).results
     {0: [{0: [[0.0, 0.0], [1.0, 1.0]]}, {}], 1: [{}, {0: [[2.0, 2.0], [3.0, 3.0]]}]}
     """
-    return _run("gather", sources, owner_layouts, True, (dtype, device), (after, stream, async_op))
+    return _run("gather", sources, owner_layouts, True, Wanted(dtype, device), Order(after, stream, async_op))
 
 
 def scatter_coalesced(
@@ -167,16 +166,7 @@ def scatter_coalesced(
     Raises:
         ValueError, KeyError, TypeError: see `gather_coalesced`.
     """
-    return _run("scatter", sources, owner_layouts, include_own, (dtype, device), (after, stream, async_op))
-
-
-class Wiring(NamedTuple):
-    """What one rank gives and gets of one group, as constants: tensor indices."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    empty: tuple[tuple[int, tuple[int, ...]], ...]
-    """Owned tensors without elements, and their shapes: results that nobody sends."""
+    return _run("scatter", sources, owner_layouts, include_own, Wanted(dtype, device), Order(after, stream, async_op))
 
 
 def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool = True) -> Plan:
@@ -185,51 +175,30 @@ def plan_of(operation: str, owners: GroupOwnerLayout, include_own: bool = True) 
     Raises:
         TypeError: if `owners` is no `GroupOwnerLayout`.
     """
-    if not isinstance(owners, GroupOwnerLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout, got {type(owners).__name__}")
-    if operation == "gather":
-        return gather_plan(owners, owners.name)
-    return scatter_plan(owners, owners.name, include_own)
+    return plan_of_groups(operation, (owners,), include_own)
 
 
-def plans_of(operation: str, owners: Sequence[GroupOwnerLayout], include_own: bool) -> tuple[Plan, ...]:
-    """The plans of groups that move together.
+def plan_of_groups(operation: str, owners: Sequence[GroupOwnerLayout], include_own: bool) -> Plan:
+    """The plan of several groups that move together.
 
     Raises:
-        ValueError: if there is no group.
-        TypeError: see `plan_of`.
+        ValueError: if there is no group, or not all lie on one mesh.
+        TypeError: if one of `owners` is no `GroupOwnerLayout`.
     """
-    plans = tuple([plan_of(operation, group, include_own) for group in owners])
-    if not plans:
+    for group in owners:
+        if not isinstance(group, GroupOwnerLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout, got {type(group).__name__}")
+    if not owners:
         raise ValueError(f"{operation}: no owner layout was given; give at least one group")
-    return plans
+    return _plan_of_keys(operation, tuple([group.key for group in owners]), include_own)
 
 
-@lru_cache(maxsize=2048)
-def wiring_of(plan: Plan, owners: GroupOwnerLayout) -> Wiring:
-    """See `Wiring`."""
-    empty: list[tuple[int, tuple[int, ...]]] = []
-    if plan.operation == "gather":
-        me = plan.mesh.shard_index(plan.axes)
-        empty = [
-            (i, tuple(plan.shapes[i]))
-            for i, owner in owners.tensor_to_owner.items()
-            if not plan.shapes[i].numel() and plan.mesh.shard_index(plan.axes, owner) == me
-        ]
-    view = plan.local
-    return Wiring(tuple(slot.tensor for slot in view.inputs), tuple(slot.tensor for slot in view.outputs), tuple(empty))
-
-
-@lru_cache(maxsize=2048)
-def names_of(plans: tuple[Plan, ...]) -> tuple[object, ...]:
-    """How errors call the inputs: by index, and of several groups also by group."""
-    if len(plans) == 1:
-        return tuple(slot.tensor for slot in plans[0].local.inputs)
-    return tuple(
-        f"{slot.tensor} of group {plan.name or f'number {n}'}"
-        for n, plan in enumerate(plans)
-        for slot in plan.local.inputs
-    )
+@lru_cache(maxsize=1024)
+def _plan_of_keys(operation: str, keys: tuple[str, ...], include_own: bool) -> Plan:
+    owners = [GroupOwnerLayout.from_key(key) for key in keys]
+    if operation == "gather":
+        return join_plans(tuple(gather_plan(group, group.name) for group in owners))
+    return join_plans(tuple(scatter_plan(group, group.name, include_own) for group in owners))
 
 
 def _run(
@@ -237,86 +206,56 @@ def _run(
     sources: Sequence[Mapping[int, torch.Tensor]],
     owners: Sequence[GroupOwnerLayout],
     include_own: bool,
-    said: tuple[torch.dtype | None, torch.device | str | None],
-    how: tuple[After, AnyStream | None, bool],
+    wanted: Wanted,
+    order: Order,
 ) -> tuple[list[dict[int, torch.Tensor]], Token]:
     if torch.compiler.is_compiling():
-        return _run_traced(operation, sources, owners, include_own, said, how[0])
-    plans = plans_of(operation, owners, include_own)
-    with faults_reported(plans[0]):
-        plan = join_plans(plans)
-        wirings = tuple(map(wiring_of, plans, owners))
-        tokens, device = as_tokens(how[0]), torch.device(said[1]) if said[1] is not None else None
-        inputs = given_tensors(plans, wirings, sources)
-        dtype, says = dtype_of(operation, said[0], [group.dtype for group in owners])
-        options = check_tensors(plan, names_of(plans), inputs, dtype, device, tokens, says)
-        if options.dtype is None and any(wiring.empty for wiring in wirings):
-            raise TypeError(_unknown_dtype(plan.label, [i for wiring in wirings for i, _ in wiring.empty]))
-    outputs, token = run(plan, options, inputs, tokens, how[1], how[2])
-    return _results(wirings, outputs, options), token
+        return _run_traced(operation, sources, owners, include_own, wanted, order.after)
+    plan = plan_of_groups(operation, owners, include_own)
+    with faults_reported(plan):
+        tokens, inputs = as_tokens(order.after), given_tensors(plan, sources)
+        options = check_tensors(plan, inputs, wanted, tokens)
+    outputs, token = run(plan, options, inputs, tokens, order)
+    remaining = iter(outputs)  # which `zip` takes last, so that it takes none too many
+    return [dict(zip(tensors, remaining, strict=False)) for tensors in plan.local.output_tensors], token
 
 
-def dtype_of(
-    operation: str, said: torch.dtype | None, dtypes: Sequence[torch.dtype | None]
-) -> tuple[torch.dtype | None, str]:
-    """The dtype of a call: what the caller says, else what its groups say, if any; and in words, who does.
-
-    Raises:
-        TypeError: if groups say different ones.
-    """
-    if said is not None:
-        return said, "dtype={} was asserted"
-    known = [dtype for dtype in dtypes if dtype is not None]
-    for dtype in known:
-        if dtype != known[0]:
-            raise TypeError(
-                f"{operation}: one group is of {known[0]}, another of {dtype}; one call moves one dtype: make one call per"
-                " dtype, or pass dtype="
-            )
-    return known[0] if known else None, "the group is of {}"
-
-
-def given_tensors(
-    plans: Sequence[Plan], wirings: Sequence[Wiring], sources: Sequence[Mapping[int, torch.Tensor]]
-) -> list[torch.Tensor]:
-    """The tensors that this rank must give, in the order of the plans.
+def given_tensors(plan: Plan, sources: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that this rank must give, in the order of the plan.
 
     Raises:
         KeyError: if one is missing.
         TypeError: if one of `sources` is no mapping.
-        ValueError: if there is not one source per plan.
+        ValueError: if there is not one source per group.
     """
-    if len(sources) != len(plans):
-        raise ValueError(
-            f"{plans[0].operation}: {len(sources)} dicts of tensors for {len(plans)} owner layouts; give one per group"
-        )
+    needed = plan.local.input_tensors
+    if len(sources) != len(needed):
+        raise ValueError(_uneven(plan.operation, len(sources), len(needed)))
     found: list[torch.Tensor] = []
-    for plan, wiring, source in zip(plans, wirings, sources, strict=True):
+    for k, (tensors, source) in enumerate(zip(needed, sources, strict=True)):
         if not isinstance(source, Mapping):
             raise TypeError(
-                f"{plan.label}: source must be a dict, tensor index -> tensor, got {type(source).__name__}; of a DBuffer,"
-                " pass buffer.tensor_views()"
+                f"{plan.label_of(k)}: source must be a dict, tensor index -> tensor, got {type(source).__name__}; of a"
+                " DBuffer, pass buffer.tensor_views()"
             )
         try:
-            found += [source[i] for i in wiring.inputs]
+            found += [source[i] for i in tensors]
         except KeyError:
-            raise KeyError(_missing_entry(plan, wiring, tuple(source))) from None
+            raise KeyError(_missing_entry(plan, k, tuple(source))) from None
     return found
 
 
-def _unknown_dtype(label: str, empty: Sequence[int]) -> str:
-    return (
-        f"{label}: this rank owns tensor {empty[0]}, which has no elements, and gives no tensor, so its dtype is unknown;"
-        " pass dtype=, or the token of the operation before with after=, or make the GroupOwnerLayout with dtype="
-    )
+def _uneven(operation: str, sources: int, groups: int) -> str:
+    return f"{operation}: {sources} dicts of tensors for {groups} owner layouts; give one per group"
 
 
-def _missing_entry(plan: Plan, wiring: Wiring, given: tuple[int, ...]) -> str:
-    missing = [i for i in wiring.inputs if i not in given]
+def _missing_entry(plan: Plan, group: int, given: tuple[int, ...]) -> str:
+    needed = plan.local.input_tensors[group]
+    missing = [i for i in needed if i not in given]
     what = "shards of every participating tensor it holds" if plan.operation == "gather" else "every tensor it owns"
     return (
-        f"{plan.label}: source has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
-        f" {plan.mesh.rank} must give {what}: tensors {_some(wiring.inputs)}, but gave {_some(sorted(given))}"
+        f"{plan.label_of(group)}: source has no entry for tensor {missing[0]} ({len(missing)} missing in all); rank"
+        f" {plan.mesh.rank} must give {what}: tensors {_some(needed)}, but gave {_some(sorted(given))}"
     )
 
 
@@ -324,37 +263,27 @@ def _some(items: Sequence[int]) -> str:
     return f"{list(items[:8])}{f' and {len(items) - 8} more' if len(items) > 8 else ''}"
 
 
-def _results(
-    wirings: Sequence[Wiring], outputs: Sequence[torch.Tensor], options: Options
-) -> list[dict[int, torch.Tensor]]:
-    remaining = iter(outputs)
-    found: list[dict[int, torch.Tensor]] = []
-    for wiring in wirings:
-        results = dict(zip(wiring.outputs, islice(remaining, len(wiring.outputs)), strict=True))
-        if wiring.empty:
-            dtype = outputs[0].dtype if outputs else options.dtype
-            results |= {i: torch.empty(shape, dtype=dtype, device=options.device) for i, shape in wiring.empty}
-            results = dict(sorted(results.items()))
-        found.append(results)
-    return found
-
-
 # Inside a compiled region: constants come from the keys of the owner layouts, on which alone the compiled code guards.
 
 
 @torch.compiler.assume_constant_result
 def _constants(operation: str, keys: tuple[str, ...], include_own: bool) -> tuple[Any, ...]:
-    owners = [GroupOwnerLayout.from_key(key) for key in keys]
-    plans = plans_of(operation, owners, include_own)
-    wirings = tuple(map(wiring_of, plans, owners))
-    return (remember(join_plans(plans)), names_of(plans), tuple(map(tuple, wirings)), [group.dtype for group in owners])
+    """The key of the plan, the tensors that go in and come out of each group, and the dtype of the groups."""
+    plan = _plan_of_keys(operation, keys, include_own)
+    dtypes = {group.dtype for group in plan.groups} - {None}
+    return (
+        remember(plan),
+        plan.local.input_tensors,
+        plan.local.output_tensors,
+        dtypes.pop() if len(dtypes) == 1 else None,
+    )
 
 
 @torch.compiler.assume_constant_result
-def _missing_constant(operation: str, key: str, include_own: bool, given: tuple[int, ...]) -> str:
-    owners = GroupOwnerLayout.from_key(key)
-    plan = plan_of(operation, owners, include_own)
-    return _missing_entry(plan, wiring_of(plan, owners), given)
+def _missing_constant(
+    operation: str, keys: tuple[str, ...], include_own: bool, group: int, given: tuple[int, ...]
+) -> str:
+    return _missing_entry(_plan_of_keys(operation, keys, include_own), group, given)
 
 
 def _run_traced(
@@ -362,33 +291,27 @@ def _run_traced(
     sources: Sequence[Mapping[int, torch.Tensor]],
     owners: Sequence[GroupOwnerLayout],
     include_own: bool,
-    said: tuple[torch.dtype | None, torch.device | str | None],
+    wanted: Wanted,
     after: After,
 ) -> tuple[list[dict[int, torch.Tensor]], Token]:
     for group in owners:
         if not isinstance(group, GroupOwnerLayout):
             raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout")
     if len(sources) != len(owners) or not owners:
-        raise ValueError(
-            f"{operation}: {len(sources)} dicts of tensors for {len(owners)} owner layouts; give one per group"
-        )
-    plan, names, wirings, dtypes = _constants(operation, tuple([group.key for group in owners]), include_own)
+        raise ValueError(_uneven(operation, len(sources), len(owners)))
+    keys = tuple([group.key for group in owners])
+    key, needed, given, dtype = _constants(operation, keys, include_own)
     inputs: list[torch.Tensor] = []
-    for group, source, (needed, _, _) in zip(owners, sources, wirings, strict=True):
-        for i in needed:
+    for k, tensors in enumerate(needed):
+        source = sources[k]
+        for i in tensors:
             if i not in source:
-                raise KeyError(_missing_constant(operation, group.key, include_own, tuple(source)))
+                raise KeyError(_missing_constant(operation, keys, include_own, k, tuple(source)))
             inputs.append(source[i])
-    dtype, says = dtype_of(operation, said[0], dtypes)
-    outputs, token = run_traced(plan, names, inputs, (dtype, said[1], says), after)
+    outputs, token = run_traced(key, inputs, wanted, dtype, after)
     found: list[dict[int, torch.Tensor]] = []
     at = 0
-    for _, given, empty in wirings:
-        if empty and token.dtype is None:
-            raise TypeError(_unknown_dtype(operation, [i for i, _ in empty]))
-        results = dict(zip(given, outputs[at : at + len(given)], strict=True))
-        at += len(given)
-        for i, shape in empty:
-            results[i] = token.link.new_empty(shape, dtype=token.dtype)
-        found.append({i: results[i] for i in sorted(results)})
+    for tensors in given:
+        found.append(dict(zip(tensors, outputs[at : at + len(tensors)], strict=True)))
+        at += len(tensors)
     return found, token

@@ -1,11 +1,12 @@
 """Collectives along one mesh axis as linear maps: all-gather, reduce-scatter, all-reduce. Integers only."""
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.values.mesh import Mesh
+from mfsdp_func.values.value import THIS_RANK_ONLY
 
 Kind = Literal["allgather", "reduce_scatter", "allreduce"]
 
@@ -16,8 +17,8 @@ _TRANSPOSED: dict[Kind, Kind] = {
 }
 
 
-@dataclass(frozen=True)
-class Collective:
+@dataclass(frozen=True, eq=False)
+class Collective(LinearMap):
     """One collective on each line of ranks along a mesh axis. Reductions are sums.
 
     Attributes:
@@ -38,30 +39,18 @@ class Collective:
     kind: Kind
     mesh: Mesh
     axis: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(metadata=THIS_RANK_ONLY)  # they differ between lines
     stored: tuple[int, int] | None
     average: bool
     deterministic: bool
     group: str
     backward: bool = False
 
-    @property
+    @cached_property
     def label(self) -> str:
         """How errors and traces call this collective."""
         kind = f"transpose of {_TRANSPOSED[self.kind]}" if self.backward else self.kind
         return f"{kind} over {self.mesh.axis_names[self.axis]!r}"
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all that the ranks of the mesh must agree on (the sizes differ between lines)."""
-        value = (self.kind, self.mesh.digest, self.axis, self.stored)
-        value += (self.average, self.deterministic, self.group, self.backward)
-        return hashlib.sha256(repr(value).encode()).hexdigest()
-
-    @cached_property
-    def key(self) -> str:
-        """The value as one rank runs it, as a string."""
-        return f"{self.digest}/{self.mesh.rank}"
 
     @cached_property
     def transpose(self) -> "Collective":
@@ -78,42 +67,46 @@ class Collective:
         """The place of this rank on its line."""
         return self.line.index(self.mesh.get_rank())
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of elements of all segments of the line."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def segment(self) -> int:
         """Number of elements that this rank stores of its segment."""
         return self.sizes[self.position] if self.stored is None else self.stored[0]
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Number of elements that this rank stores of the range of the whole line."""
         return self.total if self.stored is None else self.stored[1]
 
-    @property
+    @cached_property
     def equal(self) -> bool:
         """Whether all ranks store equally many elements, as native collectives want it."""
         return self.stored is not None or len(set(self.sizes)) == 1
 
-    @property
+    @cached_property
     def input_numels(self) -> tuple[int, ...]:
         """Number of elements of each tensor that this process gives."""
         return (self.segment,) if self.kind == "allgather" else (self.whole,)
 
-    @property
+    @cached_property
     def output_numels(self) -> tuple[int, ...]:
         """Number of elements of each tensor that this process gets."""
         return (self.segment,) if self.kind == "reduce_scatter" else (self.whole,)
 
-    @property
+    @cached_property
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape of each tensor that this process gets: flat."""
         return ((self.output_numels[0],),)
 
-    @property
+    @cached_property
     def takes_part(self) -> bool:
         """Whether this process exchanges anything with others."""
         return len(self.line) > 1 and self.total > 0
+
+    def input_name(self, n: int) -> str:
+        """How errors call the one tensor that this process gives."""
+        return "local_buffer"

@@ -1,26 +1,28 @@
 """A plan: which contiguous elements of which tensors move between which ranks. Integers only.
 
-One side of a plan is a `GlobalLayout`: owners are a layout too, one segment per owner. A plan goes from one layout of
-some tensors to another; its transpose goes back. Nothing is materialised for all ranks: one rank's view is found by
+One side of a group's plan is a `GlobalLayout`: owners are a layout too, one segment per owner. It goes from one layout
+of some tensors to another; its transpose goes back. Nothing is materialised for all ranks: one rank's view is found by
 bisection in sorted offsets, once, and kept.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
 
+from mfsdp_func.plans.linear_map import LinearMap
+from mfsdp_func.plans.rank_view import Copy, GroupSlots, RankView, Slot, Transfer, join_views
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import build_for_tensor_atomic
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from mfsdp_func.values.ranges import Range
-from mfsdp_func.values.value import PlacedValue
+from mfsdp_func.values.value import PlacedValue, Value
 
 Side = Literal["source", "target"]
+_OTHER: dict[Side, Side] = {"source": "target", "target": "source"}
 
 
 class Piece(NamedTuple):
@@ -32,183 +34,63 @@ class Piece(NamedTuple):
     part: Range
 
 
-class Slot(NamedTuple):
-    """One tensor as one rank holds it: which elements, and in which shape."""
-
-    tensor: int
-    part: Range
-    shape: tuple[int, ...]
-
-
-class Transfer(NamedTuple):
-    """Elements ``start, ..., start + numel - 1`` of local slot `slot`, to or from global rank `peer`."""
-
-    peer: int
-    slot: int
-    start: int
-    numel: int
-
-
-class Copy(NamedTuple):
-    """Elements that stay on this rank: from an input slot into an output slot."""
-
-    input_slot: int
-    input_start: int
-    output_slot: int
-    output_start: int
-    numel: int
-
-
-class Message(NamedTuple):
-    """What travels from one rank to another in one piece; `stage` is the order in which messages may need a buffer."""
-
-    peer: int
-    stage: int
-    transfers: tuple[Transfer, ...]
-
-
 @dataclass(frozen=True, eq=False)
-class RankView:
-    """All that one rank needs to take its part in a plan.
-
-    Slots and transfers stand in ascending order of the tensor, and of several groups in the order of the groups.
-    """
-
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-    copies: tuple[Copy, ...]
-
-    @cached_property
-    def input_numels(self) -> tuple[int, ...]:
-        """Number of elements of each input slot."""
-        return tuple(slot.part.numel for slot in self.inputs)
-
-    @cached_property
-    def output_numels(self) -> tuple[int, ...]:
-        """Number of elements of each output slot."""
-        return tuple(slot.part.numel for slot in self.outputs)
-
-    @cached_property
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each output slot."""
-        return tuple(slot.shape for slot in self.outputs)
-
-
-class Exchange(PlacedValue, ABC):
-    """A plan, of one group or of several, as this process (``mesh.rank``) runs it."""
-
-    mesh: Mesh
-
-    @abstractmethod
-    def view(self, rank: int) -> RankView:
-        """What `rank` holds, sends, receives and copies."""
-
-    @cached_property
-    def key(self) -> str:
-        """The plan as one rank runs it, as a string: what compiled code holds in place of the plan."""
-        return f"{self.digest}/{self.mesh.rank}"
-
-    @property
-    def input_numels(self) -> tuple[int, ...]:
-        """Number of elements of each tensor that this process gives."""
-        return self.local.input_numels
-
-    @property
-    def output_numels(self) -> tuple[int, ...]:
-        """Number of elements of each tensor that this process gets."""
-        return self.local.output_numels
-
-    @property
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each tensor that this process gets: logical, or flat where rows are split."""
-        return self.local.output_shapes
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this process sends or receives anything."""
-        return bool(self.local.sends or self.local.receives)
-
-    @cached_property
-    def local(self) -> RankView:
-        """The view of this process (`mesh.rank`), found once."""
-        return self.view(self.mesh.get_rank())
-
-
-@dataclass(frozen=True, eq=False)
-class Plan(Exchange):
-    """The exchange from `source` to `target`, two layouts of the same tensors over the ranks that share a buffer.
+class GroupPlan(Value):
+    """One group's part of a plan: from `source` to `target`, two layouts of the same tensors.
 
     Attributes:
-        operation: what it does, for messages and for telling plans apart: "gather", "scatter", ...
         name: label of the parameter group, for messages.
-        mesh: the ranks; each group of them that shares one copy of the buffer exchanges within itself.
-        axes: the mesh axes that cut the buffer.
+        axes: the mesh axes that cut the buffer; ranks that share one copy of it exchange among themselves.
         shapes: logical shape of every tensor of the layouts.
         source: where elements are before.
         target: where they are after.
         tensors: the tensors that take part, ascending.
         without_own: the side, if any, that leaves out elements which stay on their rank (`include_own=False`).
+        empty: tensors without elements, each with the shard index that has it on side `empty_side`; no layout can tell.
+        empty_side: see `empty`.
+        dtype: of the elements, where the group says it.
     """
 
-    operation: str
     name: str
-    mesh: Mesh
     axes: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     source: GlobalLayout
     target: GlobalLayout
     tensors: tuple[int, ...]
     without_own: Side | None = None
-
-    @property
-    def label(self) -> str:
-        """How errors and traces call this plan."""
-        return f"{self.operation} {self.name!r}" if self.name else self.operation
+    empty: tuple[tuple[int, int], ...] = ()
+    empty_side: Side = "target"
+    dtype: torch.dtype | None = None
 
     @cached_property
-    def transpose(self) -> "Plan":
-        """The plan back: every piece the other way. `plan.transpose.transpose is plan`."""
-        swapped: dict[Side, Side] = {"source": "target", "target": "source"}
-        back = Plan(
-            operation=_TRANSPOSED.get(self.operation, f"transpose of {self.operation}"),
-            name=self.name,
-            mesh=self.mesh,
-            axes=self.axes,
-            shapes=self.shapes,
+    def transpose(self) -> "GroupPlan":
+        """Every piece the other way."""
+        return replace(
+            self,
             source=self.target,
             target=self.source,
-            tensors=self.tensors,
-            without_own=swapped[self.without_own] if self.without_own else None,
+            without_own=_OTHER[self.without_own] if self.without_own else None,
+            empty_side=_OTHER[self.empty_side],
         )
-        vars(back)["transpose"] = self
-        return back
 
-    def _peers(self, rank: int) -> tuple[int, ...]:
+    def peers(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The ranks that share one copy of the buffer with `rank`, in buffer order."""
-        return self._all_ranks if len(self.axes) == self.mesh.ndim else self.mesh.shard_ranks(self.axes, rank)
-
-    @cached_property
-    def _all_ranks(self) -> tuple[int, ...]:
-        return self.mesh.shard_ranks(self.axes)
+        return _all_ranks(mesh, self.axes) if len(self.axes) == mesh.ndim else mesh.shard_ranks(self.axes, rank)
 
     @cached_property
     def _participating(self) -> frozenset[int]:
         return frozenset(self.tensors)
 
-    def view(self, rank: int) -> RankView:
-        """What `rank` holds, sends, receives and copies.
-
-        Raises:
-            ValueError: if the rank is not in the mesh.
-        """
-        peers = self._peers(rank)
-        me = self.mesh.shard_index(self.axes, rank)
-        inputs = self._slots(self.source, "source", me, len(peers))
-        outputs = self._slots(self.target, "target", me, len(peers))
+    def view(self, mesh: Mesh, rank: int) -> RankView:
+        """What `rank` holds, sends, receives and copies of this group."""
+        peers = self.peers(mesh, rank)
+        me = mesh.shard_index(self.axes, rank)
+        inputs = self._slots("source", me, len(peers))
+        outputs = self._slots("target", me, len(peers))
         output_at = {slot.tensor: n for n, slot in enumerate(outputs)}
-        sends, receives, copies = [], [], []
+        sends: list[Transfer] = []
+        receives: list[Transfer] = []
+        copies: list[Copy] = []
         for n, slot in enumerate(inputs):
             for k, part in self.target.shards_of(slot.tensor, slot.part, len(peers)):
                 if k != me:
@@ -221,34 +103,25 @@ class Plan(Exchange):
             for k, part in self.source.shards_of(slot.tensor, slot.part, len(peers)):
                 if k != me:
                     receives.append(Transfer(peers[k], m, part.start - slot.part.start, part.numel))
-        return RankView(inputs, outputs, tuple(sends), tuple(receives), tuple(copies))
+        return RankView((GroupSlots(inputs, outputs),), tuple(sends), tuple(receives), tuple(copies))
 
-    def _slots(self, layout: GlobalLayout, side: Side, shard: int, count: int) -> tuple[Slot, ...]:
-        held = [
-            (i, part) for i, part in layout.tensors_in(layout.get_segment(shard, count)) if i in self._participating
-        ]
+    def _slots(self, side: Side, shard: int, count: int) -> tuple[Slot, ...]:
+        here, there = (self.source, self.target) if side == "source" else (self.target, self.source)
+        held = [(i, part) for i, part in here.tensors_in(here.get_segment(shard, count)) if i in self._participating]
         if self.without_own == side:
-            other = self.target if side == "source" else self.source
-            held = [(i, part) for i, part in held if any(k != shard for k, _ in other.shards_of(i, part, count))]
-        return tuple(Slot(i, part, self._part_shape(layout, i, part, count)) for i, part in sorted(held))
+            held = [(i, part) for i, part in held if any(k != shard for k, _ in there.shards_of(i, part, count))]
+        if self.empty_side == side:
+            held += [(i, Range(0, 0)) for i, owner in self.empty if owner == shard]
+        return tuple(Slot(i, part, here.part_shape(i, part.numel, count, self.shapes[i])) for i, part in sorted(held))
 
-    def _part_shape(self, layout: GlobalLayout, tensor: int, part: Range, count: int) -> tuple[int, ...]:
-        shape = self.shapes[tensor]
-        if part.numel == shape.numel():
-            return tuple(shape)
-        row = shape[1:].numel()
-        if layout.keeps_rows(tensor, count, row):
-            return (part.numel // row, *shape[1:])
-        return (part.numel,)
-
-    def pieces(self) -> list[Piece]:
+    def pieces(self, mesh: Mesh) -> list[Piece]:
         """Every piece that moves between different ranks, by sender; derived on the fly, for tables and tests."""
-        order = {rank: place for place, rank in enumerate(self.mesh.ranks)}
+        order = {rank: place for place, rank in enumerate(mesh.ranks)}
         found: list[Piece] = []
-        for first in self.mesh.ranks:
-            if self.mesh.shard_index(self.axes, first):
+        for first in mesh.ranks:
+            if mesh.shard_index(self.axes, first):
                 continue
-            peers = self._peers(first)  # those that share one copy of the buffer
+            peers = self.peers(mesh, first)
             for i in self.tensors:
                 for src, held in self.source.shards_of(i, Range(0, self.shapes[i].numel()), len(peers)):
                     for dst, part in self.target.shards_of(i, held, len(peers)):
@@ -256,11 +129,11 @@ class Plan(Exchange):
                             found.append(Piece(i, peers[src], peers[dst], part))
         return sorted(found, key=lambda piece: (order[piece.src], piece.tensor, piece.part.start))
 
-    def __str__(self) -> str:
-        """A table: who sends which elements of which tensor to whom, and the totals."""
-        rows = [f"{self.label} on {self.mesh}", f"{'tensor':>8} {'shape':>20} {'src':>6} {'dst':>6}  elements"]
+    def table(self, mesh: Mesh, title: str) -> str:
+        """Who sends which elements of which tensor to whom, and the totals."""
+        rows = [f"{title} on {mesh}", f"{'tensor':>8} {'shape':>20} {'src':>6} {'dst':>6}  elements"]
         moved, pairs = 0, set[tuple[int, int]]()
-        for piece in self.pieces():
+        for piece in self.pieces(mesh):
             shape = str(tuple(self.shapes[piece.tensor]))
             part = f"{piece.part.start}..{piece.part.end} ({piece.part.numel})"
             rows.append(f"{piece.tensor:>8} {shape:>20} {piece.src:>6} {piece.dst:>6}  {part}")
@@ -270,6 +143,120 @@ class Plan(Exchange):
         return "\n".join(rows)
 
 
+@lru_cache(maxsize=1024)
+def _all_ranks(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return mesh.shard_ranks(axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(LinearMap, PlacedValue):
+    """The exchange of one or more groups over the ranks of a mesh, their small pieces sharing messages.
+
+    Inputs and outputs of each group stand behind those of the one before. Print a plan to see its tables.
+
+    Attributes:
+        operation: what it does, for messages and for telling plans apart: "gather", "scatter", ...
+        mesh: the ranks.
+        groups: what moves of each group.
+
+    >>> layout = build_for_tensor_atomic([(1, 2), (2, 2)], 2, tensor_owners=[0, 0])
+    >>> print(gather_plan(GroupOwnerLayout(Mesh(2), layout, {0: 0, 1: 1}), "weights"))
+    gather 'weights' on Mesh(axis0=2, ranks=(0, 1), rank=None)
+      tensor                shape    src    dst  elements
+           1               (2, 2)      0      1  0..4 (4)
+    1 pieces between 1 pairs of ranks, 4 elements
+    """
+
+    operation: str
+    mesh: Mesh
+    groups: tuple[GroupPlan, ...]
+
+    @cached_property
+    def label(self) -> str:
+        """How errors and traces call this plan."""
+        return self.label_of(0) + (f" and {len(self.groups) - 1} more" if len(self.groups) > 1 else "")
+
+    def label_of(self, group: int) -> str:
+        """How errors call one group's part of this plan."""
+        name = self.groups[group].name
+        return f"{self.operation} {name!r}" if name else self.operation
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """Of the elements, where groups say it.
+
+        Raises:
+            TypeError: if groups say different ones.
+        """
+        known = [group.dtype for group in self.groups if group.dtype is not None]
+        for dtype in known:
+            if dtype != known[0]:
+                raise TypeError(
+                    f"{self.operation}: one group is of {known[0]}, another of {dtype}; one call moves one dtype: make one call"
+                    " per dtype, or pass dtype="
+                )
+        return known[0] if known else None
+
+    @cached_property
+    def transpose(self) -> "Plan":
+        """The plan back: every piece the other way. `plan.transpose.transpose is plan`."""
+        operation = _TRANSPOSED.get(self.operation, f"transpose of {self.operation}")
+        back = Plan(operation, self.mesh, tuple(group.transpose for group in self.groups))
+        vars(back)["transpose"] = self
+        return back
+
+    def view(self, rank: int) -> RankView:
+        """What `rank` holds, sends, receives and copies.
+
+        Raises:
+            ValueError: if the rank is not in the mesh.
+        """
+        return join_views([group.view(self.mesh, rank) for group in self.groups])
+
+    @cached_property
+    def local(self) -> RankView:
+        """The view of this process (`mesh.rank`), found once."""
+        return self.view(self.mesh.get_rank())
+
+    @cached_property
+    def input_numels(self) -> tuple[int, ...]:
+        """Number of elements of each tensor that this process gives."""
+        return tuple(slot.part.numel for slot in self.local.inputs)
+
+    @cached_property
+    def output_numels(self) -> tuple[int, ...]:
+        """Number of elements of each tensor that this process gets."""
+        return tuple(slot.part.numel for slot in self.local.outputs)
+
+    @cached_property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each tensor that this process gets: logical, or flat where rows are split."""
+        return tuple(slot.shape for slot in self.local.outputs)
+
+    @cached_property
+    def takes_part(self) -> bool:
+        """Whether this process sends or receives anything."""
+        return bool(self.local.sends or self.local.receives)
+
+    def input_name(self, n: int) -> str:
+        """How errors call an input: by its index, and of several groups also by group."""
+        if len(self.groups) == 1:
+            return str(self.local.inputs[n].tensor)
+        for k, tensors in enumerate(self.local.input_tensors):
+            if n < len(tensors):
+                return f"{tensors[n]} of group {self.groups[k].name or f'number {k}'}"
+            n -= len(tensors)
+        raise IndexError(f"{self.label} has no input {n} more")
+
+    def pieces(self) -> list[Piece]:
+        """Every piece that moves between different ranks, group by group."""
+        return [piece for group in self.groups for piece in group.pieces(self.mesh)]
+
+    def __str__(self) -> str:
+        """A table for each group: who sends which elements of which tensor to whom, and the totals."""
+        return "\n\n".join(group.table(self.mesh, self.label_of(k)) for k, group in enumerate(self.groups))
+
+
 _BACK = {"gather": "transpose of gather", "scatter": "transpose of scatter"}
 _TRANSPOSED = _BACK | {back: forth for forth, back in _BACK.items()}
 
@@ -277,67 +264,50 @@ _TRANSPOSED = _BACK | {back: forth for forth, back in _BACK.items()}
 @lru_cache(maxsize=1024)
 def gather_plan(owners: GroupOwnerLayout, name: str) -> Plan:
     """From the rows of the flat buffer to whole tensors on their owners."""
-    return _owner_plan(owners, "gather", name)
+    group = _to_owners(owners, name)
+    shard = {rank: owners.mesh.shard_index(group.axes, rank) for rank in set(owners.tensor_to_owner.values())}
+    empty = tuple((i, shard[rank]) for i, rank in owners.tensor_to_owner.items() if not group.shapes[i].numel())
+    return Plan("gather", owners.mesh, (replace(group, empty=empty),))
 
 
 @lru_cache(maxsize=1024)
 def scatter_plan(owners: GroupOwnerLayout, name: str, include_own: bool = True) -> Plan:
-    """From whole tensors on their owners back to the rows of the flat buffer."""
-    there = _owner_plan(owners, "transpose of scatter", name, None if include_own else "source")
-    return there.transpose
+    """From whole tensors on their owners back to the rows of the flat buffer. Tensors without elements are not asked for."""
+    there = replace(_to_owners(owners, name), without_own=None if include_own else "source")
+    return Plan("transpose of scatter", owners.mesh, (there,)).transpose
 
 
-def _owner_plan(owners: GroupOwnerLayout, operation: str, name: str, without_own: Side | None = None) -> Plan:
+@lru_cache(maxsize=1024)
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """One plan for the groups of all.
+
+    Raises:
+        ValueError: if there is no plan, or the plans are not all of one mesh.
+    """
+    if not plans:
+        raise ValueError("join_plans: needs at least one plan")
+    for plan in plans:
+        if plan.mesh != plans[0].mesh:
+            raise ValueError(
+                f"{plans[0].label} and {len(plans) - 1} more: all groups of one exchange must lie on one mesh, but"
+                f" {plan.label} is on {plan.mesh}, {plans[0].label} on {plans[0].mesh}; make one call per mesh"
+            )
+    groups = tuple(group for plan in plans for group in plan.groups)
+    return plans[0] if len(plans) == 1 else Plan(plans[0].operation, plans[0].mesh, groups)
+
+
+def _to_owners(owners: GroupOwnerLayout, name: str) -> GroupPlan:
     mesh, layout = owners.mesh, owners.layout
     axes = layout.check_placements(mesh, owners.placements)
     shard_of = {rank: mesh.shard_index(axes, rank) for rank in set(owners.tensor_to_owner.values())}
-    count = max(1, mesh.size()) if len(axes) == mesh.ndim else len(mesh.shard_ranks(axes, mesh.ranks[0]))
     target = build_for_tensor_atomic(
         [(numel,) for numel in layout.tensor_numels],
-        count,
+        mesh.shard_count(axes),
         tensor_owners=[
             shard_of[owners.tensor_to_owner[i]] if i in owners.tensor_to_owner else 0
             for i in range(len(layout.tensor_shapes))
         ],
     )
-    return Plan(
-        operation, name, mesh, axes, layout.tensor_shapes, layout, target, tuple(owners.tensor_to_owner), without_own
+    return GroupPlan(
+        *(name, axes, layout.tensor_shapes, layout, target, tuple(owners.tensor_to_owner)), dtype=owners.dtype
     )
-
-
-@lru_cache(maxsize=4096)
-def group_messages(
-    view: RankView, direct_numel: int, packed_numel: int
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Pack what a rank sends and what it receives into messages, by rules that both ends compute alike.
-
-    A transfer of at least `direct_numel` elements travels alone; smaller ones of a pair share messages of at most
-    about `packed_numel` elements. Messages that may need a buffer to pack or unpack are numbered by `stage` from 1
-    on, per pair; the others have stage 0.
-    """
-    return tuple(_group(transfers, direct_numel, packed_numel) for transfers in (view.sends, view.receives))  # pyright: ignore[reportReturnType]
-
-
-def _group(transfers: tuple[Transfer, ...], direct_numel: int, packed_numel: int) -> tuple[Message, ...]:
-    by_peer: dict[int, list[Transfer]] = {}
-    for transfer in transfers:
-        by_peer.setdefault(transfer.peer, []).append(transfer)
-    messages: list[Message] = []
-    for peer, items in by_peer.items():
-        groups, packed, filled = [], [], 0
-        for item in items:
-            if item.numel >= direct_numel:
-                groups.append((item,))
-                continue
-            if packed and filled + item.numel > packed_numel:
-                groups.append(tuple(packed))
-                packed, filled = [], 0
-            packed.append(item)
-            filled += item.numel
-        if packed:
-            groups.append(tuple(packed))
-        stages = accumulate(len(group) > 1 for group in groups)
-        messages += [
-            Message(peer, stage if len(group) > 1 else 0, group) for stage, group in zip(stages, groups, strict=True)
-        ]
-    return tuple(sorted(messages, key=lambda message: message.stage))

@@ -68,7 +68,7 @@ class BufferSpec(KeyedValue):
         if not (self.is_sharded and self.layout.stores_equal_segments):
             return None
         axes = self.layout.check_placements(self.mesh, self.placements)
-        count = len(self.mesh.shard_ranks(axes, self.mesh.get_rank()))
+        count = self.mesh.shard_count(axes)
         return max(self.layout.get_segment(k, count).numel for k in range(count))
 
     @cached_property
@@ -124,15 +124,10 @@ def local_view(spec: BufferSpec, tensor_index: int) -> tuple[Range, tuple[int, .
         IndexError: if there is no such tensor.
     """
     part, layout = local_part(spec, tensor_index), spec.layout
-    shape = layout.tensor_shapes[tensor_index]
     offset = layout.tensor_to_offset[tensor_index] - spec.local_range.start
     place = Range(offset + part.start if part.numel else 0, part.numel)
-    if part.numel == shape.numel():
-        return place, tuple(shape)
-    axes = layout.check_placements(spec.mesh, spec.placements)
-    if layout.keeps_rows(tensor_index, len(spec.mesh.shard_ranks(axes))):
-        return place, (part.numel // layout.row_numel(tensor_index), *shape[1:])
-    return place, (part.numel,)
+    count = spec.mesh.shard_count(layout.check_placements(spec.mesh, spec.placements))
+    return place, layout.part_shape(tensor_index, part.numel, count)
 
 
 def local_numel(spec: BufferSpec) -> int:

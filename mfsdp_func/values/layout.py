@@ -154,7 +154,7 @@ class GlobalLayout(Value):
         """
         value = as_mesh(mesh)
         axes = self.check_placements(value, placements)
-        return self.get_segment(value.shard_index(axes, rank), _shard_count(value, axes))
+        return self.get_segment(value.shard_index(axes, rank), value.shard_count(axes))
 
     def get_local_range(self, mesh: Mesh | MeshLike, placements: Sequence[Placement]) -> Range:
         """The elements of the buffer that this process holds; see `get_rank_range`."""
@@ -169,7 +169,7 @@ class GlobalLayout(Value):
         if len(placements) != mesh.ndim:
             raise ValueError(f"{mesh} needs {mesh.ndim} placements, one per axis, got {tuple(placements)}")
         axes = shard_axes(placements)
-        if self.dp_size % (count := _shard_count(mesh, axes)):
+        if self.dp_size % (count := mesh.shard_count(axes)):
             raise ValueError(
                 f"a layout of {self.dp_size} segments cannot be cut into {count} shards ({tuple(placements)} on {mesh})"
                 "; build it with dp_size equal to the number of shards, or a multiple of it"
@@ -185,7 +185,7 @@ class GlobalLayout(Value):
         axes = self.check_placements(mesh, placements)
         if not any(isinstance(placements[axis], (TensorAtomic, BlockAtomic)) for axis in axes):
             return
-        count, digit = _shard_count(mesh, axes), 1
+        count, digit = mesh.shard_count(axes), 1
         for axis in axes:  # the outermost axis is the least significant digit of the shard index
             placement, digit = placements[axis], digit * mesh.size(axis)
             step = digit // mesh.size(axis)
@@ -257,16 +257,26 @@ class GlobalLayout(Value):
             return [first]
         return [first, *(k for k in range(first + 1, last) if starts[k * step] < starts[(k + 1) * step]), last]
 
+    def part_shape(
+        self, tensor_index: int, numel: int, shard_count: int, shape: torch.Size | None = None
+    ) -> tuple[int, ...]:
+        """The shape of a part of a tensor: whole rows where no shard splits a row, else flat, alike for all its parts.
+
+        Args:
+            tensor_index: which tensor.
+            numel: of the part.
+            shard_count: number of shards.
+            shape: the tensor's logical shape; by default the one that the layout has.
+        """
+        logical = self.tensor_shapes[tensor_index] if shape is None else shape
+        row = logical[1:].numel()
+        if numel == logical.numel():
+            return tuple(logical)
+        return (numel // row, *logical[1:]) if self.keeps_rows(tensor_index, shard_count, row) else (numel,)
+
     def keeps_rows(self, tensor_index: int, shard_count: int, row_numel: int | None = None) -> bool:
         """Whether no boundary of `shard_count` shards splits a row of a tensor, of `row_numel` elements or its own."""
         row, whole = row_numel or self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
         starts, step = self.rank_to_offset, self.dp_size // shard_count
         first, last = bisect_right(starts, whole.start), bisect_left(starts, whole.end)  # boundaries inside the tensor
         return all((starts[k] - whole.start) % row == 0 for k in range(-(-first // step) * step, last, step))
-
-
-def _shard_count(mesh: Mesh, axes: Sequence[int]) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.size(axis)
-    return count

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from mfsdp_func.values.value import Value, as_int, as_ints, this_rank_only
+from mfsdp_func.values.value import THIS_RANK_ONLY, Value, as_int, as_ints
 
 Nested: TypeAlias = "int | tuple[Nested, ...]"
 
@@ -60,7 +60,7 @@ class Mesh(Value):
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...]
-    rank: int | None = this_rank_only()
+    rank: int | None = field(metadata=THIS_RANK_ONLY)
 
     def __init__(
         self,
@@ -183,6 +183,10 @@ class Mesh(Value):
             rank = self.ranks[0]
         here = [0 if axis in axes else digit for axis, digit in enumerate(self.coordinate(rank))]
         return _shard_ranks(self.shape, self.ranks, tuple(sorted(axes, reverse=True)), tuple(here))
+
+    def shard_count(self, axes: Sequence[int]) -> int:
+        """Number of shards of a buffer that `axes` cut."""
+        return math.prod(self.shape[axis] for axis in axes)
 
     def shard_index(self, axes: Sequence[int], rank: int | None = None) -> int:
         """The position of `rank` (default: this process) in buffer order when `axes` cut the buffer."""

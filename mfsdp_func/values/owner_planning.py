@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.values.placement import Placement, Replicate, RowAtomic, Shard
-from mfsdp_func.values.value import KeyedValue, as_int, as_ints, label_field
+from mfsdp_func.values.value import LABEL, KeyedValue, as_int, as_ints
 
 CostFn: TypeAlias = Callable[[torch.Size], float]
 """The work of one tensor, from its full shape: a finite number >= 0 in any unit."""
@@ -181,7 +181,7 @@ class GroupOwnerLayout(KeyedValue):
     tensor_to_owner: Mapping[int, int]
     placements: tuple[Placement, ...]
     dtype: torch.dtype | None
-    name: str = label_field()
+    name: str = field(compare=False, metadata=LABEL)
 
     def __init__(
         self,

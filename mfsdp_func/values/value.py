@@ -1,13 +1,13 @@
 """What all values share: equality, a hash, a digest that ranks compare, pickling, another rank's view; and integers.
 
 A value is a frozen dataclass, and its fields are all there is to it. Ranks agree on its *digest*; what differs between
-them, above all which rank "this process" is, is marked `this_rank_only` and takes part in equality alone.
+them, above all which rank "this process" is, is marked `THIS_RANK_ONLY` and takes part in equality alone.
 """
 
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, field
+from dataclasses import Field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -15,15 +15,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-
-def this_rank_only() -> Any:
-    """A field that may differ between ranks which agree: part of equality, not of the digest."""
-    return field(metadata={"this_rank_only": True})
-
-
-def label_field() -> Any:
-    """A field that only labels the value: no part of equality or of the digest."""
-    return field(compare=False, metadata={"label": True})
+THIS_RANK_ONLY = {"this rank only": True}
+"""Metadata of a field that may differ between ranks which agree: part of equality, not of the digest."""
+LABEL = {"label": True}
+"""Metadata of a field that only labels the value; with ``compare=False``."""
 
 
 class Value:

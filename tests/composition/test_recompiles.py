@@ -239,7 +239,7 @@ def test_error_where_a_dtype_cannot_be_known_while_tracing() -> None:
         owners = mf.GroupOwnerLayout(mesh, mf.GlobalLayout([(2, 2)], [0], 4, [0, 0]), {0: mesh.ranks[0]})
         source = {0: torch.ones(4)} if mesh.get_rank() == mesh.ranks[1] else {}
         if not source:
-            assert "cannot know the dtype it will receive; pass dtype=" in raises(
+            assert "cannot know the dtype of its results; pass dtype=" in raises(
                 lambda source: mf.gather(source, owner_layout=owners), source
             )
         fn = torch.compile(
