@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_func.effects.agreement import agree, bytes_of, checking
 from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.here import carrier_of
-from mfsdp_func.fsdp.absent import copy_without_parameters
 from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.fsdp.grouping import (
@@ -26,6 +25,7 @@ from mfsdp_func.fsdp.grouping import (
     resolve_owners,
 )
 from mfsdp_func.fsdp.sharded_module import ShardedModule
+from mfsdp_func.fsdp.skeleton import copy_without_parameters
 from mfsdp_func.fsdp.values import Values
 from mfsdp_func.fsdp.watch import Escape
 from mfsdp_func.operations.dbuffer import DBuffer

@@ -1,66 +1,102 @@
 """What stands in a module where a parameter is not gathered: it has a shape, a dtype and a device, and no values."""
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
 
-_LOOKS = {
-    "__get__",
+_METHODS = {
     "size",
     "dim",
+    "ndimension",
     "numel",
+    "nelement",
+    "element_size",
     "is_floating_point",
     "is_complex",
-    "element_size",
-    "ndimension",
+    "is_signed",
+    "is_inference",
+    "get_device",
     "__repr__",
+    "__hash__",
+}
+_PROPERTIES = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "itemsize",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "is_meta",
+    "is_cpu",
+    "is_cuda",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
 }
 
 
 class AbsentParameter(torch.Tensor):
-    """A parameter without memory, which raises when it is computed with."""
+    """A parameter without memory: it can be looked at, and raises whatever else is done with it.
 
+    Attributes:
+        parameter_name: its qualified name.
+        unit_name: the unit that gathers it.
+        find: gives the parameter where activation checkpointing runs a part of a pass again, in which it is gathered.
+    """
+
+    _is_param = True  # for isinstance(..., nn.Parameter)
     parameter_name: str
+    unit_name: str = ""
+    find: Callable[[str], torch.Tensor | None] | None = None
 
     @classmethod
     def of(cls, name: str, param: torch.Tensor, device: torch.device) -> "AbsentParameter":
         """In the place of `param`."""
-        value = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
-        absent = torch.Tensor._make_subclass(cls, value, param.requires_grad and param.is_floating_point())
+        return cls._made(
+            name, torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
+        )
+
+    @classmethod
+    def _made(cls, name: str, value: torch.Tensor, requires_grad: bool) -> "AbsentParameter":
+        differentiable = value.is_floating_point() or value.is_complex()
+        absent = torch.Tensor._make_subclass(cls, value, requires_grad and differentiable)
         absent.parameter_name = name
         return absent
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"AbsentParameter({self.parameter_name}, {tuple(self.shape)})"
+        return f"AbsentParameter({self.parameter_name}, absent, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> "AbsentParameter":
-        return self
+        value = torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+        copied = self._made(self.parameter_name, value, self.requires_grad)
+        copied.unit_name = self.unit_name
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _LOOKS:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _METHODS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _PROPERTIES):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        names = [value.parameter_name for value in args if isinstance(value, AbsentParameter)]
+                return func(*args, **kwargs)
+        met = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AbsentParameter)]
+        found = {id(param): param.find(param.parameter_name) for param in met if param.find is not None}
+        if met and all(found.get(id(param)) is not None for param in met):
+            args, kwargs = pytree.tree_map_only(AbsentParameter, lambda param: found[id(param)], (args, kwargs))
+            return func(*args, **kwargs)
+        names = ", ".join(sorted({param.parameter_name for param in met}))
+        units = ", ".join(sorted({repr(param.unit_name or "the root") for param in met}))
+        what = getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
         raise RuntimeError(
-            f"parameter {', '.join(names) or '(in a list)'} was used outside of the unit that owns it, where it is not"
-            " gathered; name a module around all its uses in fully_shard(units=...)"
+            f"parameter {names} was used outside of the unit that owns it (by {what}): it is gathered only while unit"
+            f" {units} runs. Name one module around all its uses in fully_shard(units=...), or give the other user a"
+            " module of its own that shares the Parameter (as a tied head does)"
         )
-
-
-def copy_without_parameters(module: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy of a module, buffers included, with `AbsentParameter`s in the place of parameters."""
-    for name, sub in module.named_modules():
-        if isinstance(sub, FSDPModule):
-            raise TypeError(
-                f"fully_shard: module {name!r} is sharded by torch.distributed.fsdp already, and cannot be copied; pass"
-                " a module that is not (on the meta device will do), and these values by"
-                " apply.from_dtensors(dict(module.named_parameters()))"
-            )
-    memo: dict[int, Any] = {}
-    for name, param in module.named_parameters():
-        memo[id(param)] = AbsentParameter.of(name, param, device)
-    return copy.deepcopy(module, memo)

@@ -1,7 +1,7 @@
 """One group of parameters as units use it: how it is gathered, how its gradients are averaged, what is in flight."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -229,9 +229,9 @@ class GatherCache:
         # The source is kept with its gather: a new one at the same address must not be taken for it.
         self._entries: dict[_Identity, tuple[DBuffer, Token, torch.Tensor]] = {}
 
-    def start(self, bound: Sequence[Bound], sources: Sequence[torch.Tensor]) -> None:
+    def start(self, pairs: Iterable[tuple[Bound, torch.Tensor]]) -> None:
         """Start gathering; nothing where it is under way already."""
-        for group, source in zip(bound, sources, strict=True):
+        for group, source in pairs:
             if _identity(group, source) not in self._entries:
                 self._entries[_identity(group, source)] = (*group.start_gather(source), source)
 

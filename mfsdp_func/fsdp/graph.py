@@ -68,25 +68,32 @@ class _Activation:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.version = tensor, version_of(tensor)
-        self.counter: Callable[[], torch.Tensor | None] | None = None
+        self.counter: torch.Tensor | None = None
 
     def settle(self, outside: Mapping[int, torch.Tensor]) -> None:
         """From now on only what others have too can be written into. Lets go of the tensor that it is a view of."""
         written = version_of(self.tensor) != self.version
         shared = outside.get(storage_of(self.tensor))
-        # A result holds, in the end, the node that holds this: a strong reference would be a circle that none can see.
-        self.counter = None if shared is None else weakref.ref(shared)
+        self.counter = shared
         self.tensor = self.tensor.data
         self.version = -1 if written else 0 if shared is None else version_of(shared)
 
     def taken(self, label: str) -> torch.Tensor:
-        counted = None if self.counter is None else self.counter()
-        if self.version < 0 or (counted is not None and version_of(counted) != self.version):
+        if self.version < 0 or (self.counter is not None and version_of(self.counter) != self.version):
             raise RuntimeError(
                 f"unit {label!r}: one of the variables needed for gradient computation has been modified by an inplace"
                 f" operation: a {tuple(self.tensor.shape)} of {self.tensor.dtype}; write into a clone of it"
             )
         return self.tensor
+
+
+class _Packed:
+    """What a caller's hooks made of anything else."""
+
+    __slots__ = ("__weakref__", "packed", "tensor")
+
+    def __init__(self, packed: Any) -> None:
+        self.packed, self.tensor = packed, None
 
 
 class _Saved:
@@ -100,6 +107,7 @@ class _Saved:
         self._dtypes = [flat.dtype for flat in self.flats]
         self._above: Any = _autograd._top_saved_tensors_default_hooks(True)
         self._entries: list[weakref.ref[_Activation]] = []
+        self._packed: list[weakref.ref[_Packed]] = []
 
     def hooks(self) -> saved_tensors_hooks:
         """Pass parameters by, and give the rest to the caller's hooks."""
@@ -110,7 +118,9 @@ class _Saved:
         if group is not None and (not self._traced or tensor.dtype == self._dtypes[group]):
             return _OfParameter(tensor, group, self._starts[group])
         if self._above is not None:
-            return self._above[0](tensor if self._traced else tensor.data)
+            packed = _Packed(self._above[0](tensor if self._traced else tensor.data))
+            self._packed.append(weakref.ref(packed))
+            return packed
         if self._traced:
             return tensor
         saved = _Activation(tensor)
@@ -120,9 +130,19 @@ class _Saved:
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _OfParameter):
             return saved.taken_from(self.flats[saved.group])
-        if self._above is not None:
-            return self._above[1](saved)
+        if isinstance(saved, _Packed):
+            tensor, saved.tensor = saved.tensor, None
+            return self._above[1](saved.packed) if tensor is None else tensor
         return saved.taken(self._label) if isinstance(saved, _Activation) else saved
+
+    def unpack(self) -> None:
+        """Ask the caller's hooks for everything: before autograd enters the graph, where they would not know the pass.
+
+        Activation checkpointing recomputes once for each pass of autograd.
+        """
+        for ref in self._packed:
+            if (saved := ref()) is not None:
+                saved.tensor = self._above[1](saved.packed)
 
     def settle(self, outside: Sequence[torch.Tensor]) -> None:
         """See `_Activation.settle`."""
@@ -192,9 +212,8 @@ class UnitGraph:
         """
         flat_names = [name for group in self._names for name in group]
         flat_leaves = [leaf for group in self.leaves for leaf in group]
-        watch = (
-            None if self._traced else Watch(self._label, dict(zip(flat_names, flat_leaves, strict=True)), self.inputs)
-        )
+        pairs = list(zip(flat_names, flat_leaves, strict=True))
+        watch = None if self._traced else Watch(self._label, pairs, self.inputs)
         versions = [version_of(tensor) for tensor in self.inputs]
         try:
             with torch.enable_grad(), hooks_allowed(), self._saved.hooks(), watch or nullcontext():
@@ -204,7 +223,7 @@ class UnitGraph:
                 raise changed_in_place(self._label) from error
             raise
         if watch is not None:
-            touched = [n for n, leaf in zip(flat_names, flat_leaves, strict=True) if leaf._version]
+            touched = [n for n, leaf in pairs if leaf._version]
             if touched:
                 raise written(self._label, touched)
             if versions != [version_of(tensor) for tensor in self.inputs]:
@@ -215,23 +234,29 @@ class UnitGraph:
             storages = {*self._saved.groups, *map(storage_of, self.inputs)}
             outputs = [output.clone() if storage_of(output) in storages else output for output in outputs]
         self._outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
-        results = [output.detach() if self._traced else output.data for output in outputs]
+        # A result will hold the node that holds this graph; what counts the writes into it must not hold the result.
+        plain = [output.detach() if self._traced else output.data for output in outputs]
         del outputs
-        self._saved.settle([*outside, *self.inputs, *results])
+        self._saved.settle([*outside, *self.inputs, *plain])
+        results = plain if self._traced else [output.detach() for output in plain]
         if watch is not None:
             watch.check_alive()
         return results
 
     def empty(self) -> None:
-        """Let go of the parameters' memory. Whoever reads one now, reads NaN."""
-        for group in [] if self._traced else self.leaves:
-            for leaf in group:
-                value = torch.nan if leaf.is_floating_point() or leaf.is_complex() else 0
-                leaf.data = torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+        """Let go of the memory of parameters and inputs. Whoever reads one of them now, reads NaN."""
+        for leaf in [] if self._traced else [*(leaf for group in self.leaves for leaf in group), *self.inputs]:
+            value = torch.nan if leaf.is_floating_point() or leaf.is_complex() else 0
+            leaf.data = torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
         self._saved.flats = []
 
-    def fill(self, wholes: Sequence[DBuffer], params: Sequence[Sequence[torch.Tensor]]) -> None:
+    def fill(
+        self, wholes: Sequence[DBuffer], params: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """Have them again."""
+        if not self._traced:
+            for leaf, value in zip(self.inputs, inputs, strict=True):
+                leaf.data = value.detach()
         self._saved.flats = [whole.local_buffer for whole in wholes]
         for group, values in zip([] if self._traced else self.leaves, params, strict=False):
             for leaf, value in zip(group, values, strict=True):
@@ -265,6 +290,7 @@ class UnitGraph:
         wanted += [tensor for tensor, needed in zip(self.inputs, inputs, strict=True) if needed]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
+            self._saved.unpack()
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(hooks_allowed())

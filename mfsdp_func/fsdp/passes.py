@@ -142,8 +142,8 @@ class Pass:
             bound,
             accumulate=accumulate,
             apart=apart,
-            following=tuple(self.bound[key] for key in after),
-            preceding=tuple(self.bound[key] for key in before),
+            following=self._sources(after),
+            preceding=self._sources(before),
             cache=self.cache,
             recompute=unit.name in self.recompute,
             origin=self,
@@ -154,7 +154,6 @@ class Pass:
                 *(self.params[key].local_buffer for key in unit.groups),
                 *(self._accumulator_or_zeros(key) for key in unit.groups if accumulate),
                 *(self._source(key) for key in unit.groups if apart),
-                *(self._source(key) for key in (*after, *before)),
                 *inputs,
             ],
         )
@@ -176,6 +175,10 @@ class Pass:
                 self._kept[key] = bound.params(DBuffer(bound.whole, full))
                 self._kept_versions[key] = _version(full)
         return {path: self._kept[entry.group][entry.index] for path, entry in unit.names}
+
+    def find_held(self, key: str, index: int) -> torch.Tensor | None:
+        """A parameter that stays gathered until the pass and its backward pass end; None if it does not."""
+        return self._kept[key][index] if key in self._kept else None
 
     def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
         if not (self.cast_inputs and tensor.is_floating_point()):
@@ -202,6 +205,17 @@ class Pass:
         if key not in self._resting:
             self._resting[key] = self.bound[key].rest(shard)
         return self._resting[key]
+
+    def _sources(self, keys: Sequence[str]) -> tuple[tuple[Bound, torch.Tensor], ...]:
+        """What groups are gathered from, below all transforms; without what `vmap` maps over."""
+        found: list[tuple[Bound, torch.Tensor]] = []
+        for key in keys:
+            source = self._source(key)
+            while _functorch.is_functorch_wrapped_tensor(source) and not _functorch.is_batchedtensor(source):
+                source = _functorch.get_unwrapped(source)
+            if not _functorch.is_batchedtensor(source):
+                found.append((self.bound[key], source))
+        return tuple(found)
 
     def _accumulator(self, key: str) -> torch.Tensor | None:
         given = None if self.accumulator is None else self.accumulator.get(key)

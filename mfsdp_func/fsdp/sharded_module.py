@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mfsdp_func.fsdp.absent import AbsentParameter
 from mfsdp_func.fsdp.bound import Bound, GatherCache
 from mfsdp_func.fsdp.compiled import call_in_graph, register
+from mfsdp_func.fsdp.graph import hooks_allowed
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
@@ -78,6 +80,11 @@ class ShardedModule:
         self._buffer_places: list[tuple[dict[str, Any], str]] = [
             (sub._buffers, leaf) for sub in skeleton.modules() for leaf, b in sub._buffers.items() if b is not None
         ]
+        owners = {key: unit.name for unit in reversed(self.units) for key in unit.groups}
+        for param in skeleton.parameters():
+            if isinstance(param, AbsentParameter):
+                param.unit_name = owners[self.places[param.parameter_name][0]]
+                param.find = self._find_held
         register(self._key, self)
         self._current: ContextVar[Pass | None] = ContextVar("mfsdp_func_apply", default=None)
 
@@ -293,7 +300,7 @@ class ShardedModule:
             self._cache.drop()
         before = self._current.set(run)
         try:
-            with run.held():
+            with run.held(), hooks_allowed():
                 result = self._skeleton(*args, **kwargs)
         finally:
             self._current.reset(before)
@@ -311,6 +318,11 @@ class ShardedModule:
         if run is None:
             raise RuntimeError("this module belongs to fully_shard's apply; call apply(sharded_params, ...) instead")
         return run.run_unit(index, forward, args, kwargs)
+
+    def _find_held(self, name: str) -> torch.Tensor | None:
+        """A parameter that is gathered for a whole pass, where activation checkpointing runs a part of that again."""
+        run = self._pass_of_backward()
+        return None if run is None else run.find_held(*self.places[name])
 
     def _pass_of_backward(self) -> Pass | None:
         """The pass of which activation checkpointing runs a part again: the one whose graph is being differentiated."""

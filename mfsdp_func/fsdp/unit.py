@@ -18,7 +18,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from mfsdp_func.effects.move import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
 from mfsdp_func.fsdp.draws import DrawsRefused
-from mfsdp_func.fsdp.graph import UnitGraph, version_of
+from mfsdp_func.fsdp.graph import UnitGraph, hooks_allowed, version_of
 from mfsdp_func.fsdp.operators import unit_boundary
 from mfsdp_func.fsdp.replay import Ambient, is_traced
 from mfsdp_func.fsdp.watch import changed_in_place, written
@@ -37,8 +37,6 @@ class Parts(NamedTuple):
     shards: Tensors
     accumulators: Tensors
     sources: Tensors
-    following: Tensors
-    preceding: Tensors
     inputs: Tensors
 
 
@@ -87,8 +85,9 @@ class UnitCall:
         bound: the groups.
         accumulate: whether gradients go, unreduced, to accumulators instead of shards.
         apart: whether parameters are gathered from other tensors than the shards of the main weights.
-        following: groups of the unit that comes next, whose sources come along so that their gather can start early.
-        preceding: groups of the unit that came before, likewise for the backward pass.
+        following: groups of the unit that comes next and what they are gathered from, so that their gather can start
+            early. Beside the tensors of the call, as they are no part of what it computes.
+        preceding: those of the unit that came before, likewise for the backward pass.
         cache: gathers in flight, shared by all calls of a module; None to start none.
         recompute: whether to run again in the backward pass, instead of keeping activations.
         origin: the pass that this is part of.
@@ -101,8 +100,8 @@ class UnitCall:
     bound: tuple[Bound, ...]
     accumulate: bool
     apart: bool
-    following: tuple[Bound, ...]
-    preceding: tuple[Bound, ...]
+    following: tuple[tuple[Bound, torch.Tensor], ...]
+    preceding: tuple[tuple[Bound, torch.Tensor], ...]
     cache: GatherCache | None
     recompute: bool
     origin: object
@@ -119,8 +118,7 @@ class UnitCall:
         shards = tuple(islice(given, groups))
         accumulators = tuple(islice(given, groups if self.accumulate else 0))
         sources = tuple(islice(given, groups)) if self.apart else shards
-        following, preceding = tuple(islice(given, len(self.following))), tuple(islice(given, len(self.preceding)))
-        return Parts(shards, accumulators, sources, following, preceding, tuple(given))
+        return Parts(shards, accumulators, sources, tuple(given))
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The unit's outputs where nothing is differentiated."""
@@ -154,8 +152,8 @@ class UnitCall:
         parts, given = self.split(tensors[:count]), iter(tensors[count:])
         cotangents = [next(given) if used else None for used in asked.outputs]
         if self.cache is not None:
-            self.cache.start(self.bound, parts.sources)
-            self.cache.start(self.preceding, parts.preceding)
+            self.cache.start(zip(self.bound, parts.sources, strict=True))
+            self.cache.start(self.preceding)
         graph, wholes = self.graph, self._unshard(parts)
         # Under `torch.func`, whose backward passes all say that they keep their graph, it serves once.
         keep = graph is not None and not self.transformed and _autograd._get_current_graph_task_keep_graph()
@@ -166,7 +164,7 @@ class UnitCall:
                 graph, outputs = self._build(wholes, parts, traced=traced)
             self._check_alike(outputs)
         else:
-            graph.fill(wholes, self._params(wholes))
+            graph.fill(wholes, self._params(wholes), parts.inputs)
         try:
             of_groups, of_inputs = graph.differentiate(
                 cotangents, asked.groups, asked.inputs, keep=keep, placed=self.placed
@@ -258,7 +256,7 @@ class UnitCall:
         """The same, with the next unit's gather in flight then."""
         wholes = self._unshard(parts)
         if self.cache is not None:
-            self.cache.start(self.following, parts.following)
+            self.cache.start(self.following)
         return wholes
 
     def _unshard_tracked(self, parts: Parts) -> list[list[torch.Tensor]]:
@@ -338,7 +336,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         call: UnitCall = ctx.call
-        tensors = ctx.saved_tensors
+        with hooks_allowed():  # activation checkpointing around the unit may run it again now
+            tensors = ctx.saved_tensors
         parts = call.split(tensors)
         needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
         wanted_groups, wanted_inputs = call.wanted

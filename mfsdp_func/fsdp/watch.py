@@ -1,9 +1,11 @@
 """Finding tensors that pass a unit's borders unseen: their gradients would silently be zero."""
 
+import bisect
 import gc
+import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,17 +47,21 @@ class Watch(TorchFunctionMode):
 
     Args:
         label: the unit's name.
-        params: name -> parameter.
+        params: names and parameters.
         inputs: the unit's differentiable arguments.
     """
 
-    def __init__(self, label: str, params: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, label: str, params: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._label = label
-        self._names = {param.untyped_storage()._cdata: name for name, param in params.items()}
-        self._by_id = {id(param): name for name, param in params.items()}
+        self._params = params
+        self._storages = {param.untyped_storage()._cdata for _, param in params}
+        self._starts = sorted((param.data_ptr(), name) for name, param in params if param.numel())
+        self._by_id = {id(param): name for name, param in params}
         self._own = {*self._by_id, *map(id, inputs)}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Parameters themselves may be kept too. Their nodes in the graph count as one reference.
+        self._counts = [sys.getrefcount(param) + 1 for _, param in self._params]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -87,14 +93,20 @@ class Watch(TorchFunctionMode):
 
     def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], torch.Tensor) and name not in ("requires_grad_", "retain_grad", "detach_"):
-            owner = self._by_id.get(id(args[0])) or self._names.get(_storage(args[0]))
+            owner = self._by_id.get(id(args[0])) or self._owner(args[0])
             if owner is not None:
                 raise written(self._label, [owner], name)
+
+    def _owner(self, tensor: torch.Tensor) -> str | None:
+        """The parameter in whose memory a tensor lies."""
+        if _storage(tensor) not in self._storages or not self._starts:
+            return None
+        return self._starts[max(bisect.bisect_right(self._starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1]
 
     def _learn(self, tensor: torch.Tensor) -> None:
         if _functorch.is_functorch_wrapped_tensor(tensor):
             return
-        if id(tensor) not in self._own and (tensor.requires_grad or _storage(tensor) in self._names):
+        if id(tensor) not in self._own and (tensor.requires_grad or _storage(tensor) in self._storages):
             self._made[id(tensor)] = weakref.ref(tensor)
 
     def foreign(self, tensor: torch.Tensor) -> Escape:
@@ -133,14 +145,14 @@ class Watch(TorchFunctionMode):
         Raises:
             Escape: if Python still reaches a differentiable tensor made inside, or an alias of a parameter.
         """
-        kept = self._alive()
-        if not kept:
+        if not self._alive():
             return
         gc.collect()
-        kept = self._alive()
-        if any(_is_reachable(tensor, [kept, self]) for tensor in kept):
-            tensor = kept[-1]
-            name = self._names.get(_storage(tensor))
+        kept, ignored = self._alive(), [self, self._params, *self._params]
+        for tensor in kept:
+            if not _is_reachable(tensor, [kept, *ignored]):
+                continue
+            name = self._owner(tensor)
             what = f"an alias of its parameter {name!r}" if name else "a differentiable tensor"
             raise Escape(
                 f"unit {self._label!r} keeps {what} of shape {tuple(tensor.shape)} beyond its forward pass, in a cache, a"
@@ -151,6 +163,8 @@ class Watch(TorchFunctionMode):
 
     def _alive(self) -> list[torch.Tensor]:
         found = [tensor for ref in self._made.values() if (tensor := ref()) is not None]
+        pairs = zip(self._params, self._counts, strict=True)
+        found += [param for (_, param), count in pairs if sys.getrefcount(param) > count]
         return [tensor for tensor in found if tensor.numel()]
 
 
@@ -158,11 +172,22 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
+def _named_by_callers() -> set[int]:
+    """The ids of what running functions have as local variables, other than those that run units."""
+    found, frame = set[int](), sys._getframe()
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("mfsdp_func.fsdp."):
+            found.update(map(id, frame.f_locals.values()))
+        frame = frame.f_back
+    return found
+
+
 def _is_reachable(tensor: torch.Tensor, mine: Sequence[object]) -> bool:
     """Whether a tensor lives because of Python, and not because autograd's graph has it (in a context or a closure)."""
     seen = {id(mine), *map(id, mine)}
+    named = _named_by_callers()
     level: list[object] = [tensor]
-    for _ in range(8):
+    for _ in range(32):
         found = gc.get_referrers(*level)
         seen.add(id(level))
         new = [
@@ -172,7 +197,8 @@ def _is_reachable(tensor: torch.Tensor, mine: Sequence[object]) -> bool:
         ]
         if not new:
             return False
-        if len(new) > 100 or any(isinstance(r, (nn.Module, types.ModuleType, type)) for r in new):
+        roots = any(isinstance(r, (nn.Module, types.ModuleType, type)) or id(r) in named for r in new)
+        if len(new) > 100 or roots:
             return True
         seen.update(map(id, new))
         level = new
