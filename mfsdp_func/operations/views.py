@@ -50,7 +50,7 @@ def tensors_of(tree: Any) -> dict[Any, torch.Tensor]:
     {('block', 0): [[0, 1], [2, 3]], ('block', 1): [4, 5, 6, 7]}
     """
     if isinstance(tree, DBuffer):
-        return dict[Any, torch.Tensor](tree.tensor_views())
+        return {**tree.tensor_views()}
     if not isinstance(tree, Mapping):
         raise TypeError(f"expected a DBuffer or a dict of tensors or DBuffers, got a {type(tree).__name__}")
     tensors: dict[Any, torch.Tensor] = {}

@@ -96,7 +96,9 @@ def facts_of(updates: Any, where: Where, count: Count | None = None) -> Facts:
         ValueError: if there are several ranks and nothing tells which of them decide together, or how a tensor lies.
         TypeError: on integers.
     """
-    once, parts, specs, plain = _Once(where), list[tuple[bool, torch.Tensor]](), list[BufferSpec](), False
+    once, plain = _Once(where), False
+    parts: list[tuple[bool, torch.Tensor]] = []
+    specs: list[BufferSpec] = []
     for key, leaf in _leaves(updates):
         if isinstance(leaf, DBuffer):
             specs.append(leaf.spec)
@@ -146,8 +148,7 @@ class _Once:
     """Whether this rank is the one among its replicas whose elements count, by key of the tensor."""
 
     def __init__(self, where: Where) -> None:
-        self.buffers = dict[Any, bool]()
-        self.pairs = False
+        self.buffers: dict[Any, bool] = {}
         for owners in where.owners:
             if isinstance(owners, GroupOwnerLayout):
                 self.buffers[None] = _owner_counts(owners.key)

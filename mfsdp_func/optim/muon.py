@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mfsdp_func.operations.views import buffers_in
 from mfsdp_func.optim.adamw import mixed
 from mfsdp_func.optim.block_work import AdjustLr, AnyBlocks, BlockWork, ratio_fn
-from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, scale_by_learning_rate
+from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, on_tensors, scale_by_learning_rate
+from mfsdp_func.optim.facts import Needs, Where
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, newton_schulz
 from mfsdp_func.optim.orthogonal import Orthogonalize
 from mfsdp_func.optim.owners import Owners
@@ -54,7 +56,8 @@ def muon(
 
     With owner layouts of several groups by name (blocks of a model, whose buffers are their own), keys are pairs
     ``(name, tensor index)``: all groups move in one exchange each way, and equal shapes of all of them are stacked. They
-    share one dtype; else give `ns_dtype`, in which everything travels.
+    share one dtype; else give `ns_dtype`, in which everything travels. A dict of the groups' `DBuffer`s, such as
+    `fully_shard` returns, serves as parameters and gradients too, if all of its tensors take part (see `partition`).
 
     Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
     Scalable for LLM Training", 2025 ("match_rms_adamw").
@@ -166,4 +169,28 @@ def scale_by_muon(
         updates = work.run(orthogonalize, mixtures, ratio, stack=stack_equal_shapes, dtype=ns_dtype)
         return updates, MuonState(state.step + 1, means)
 
-    return GradientTransformation(init, update, whole=owner_layout is None)
+    where = Where() if owner_layout is None else Where(owners=(owner_layout,))
+    return _checked(GradientTransformation(init, update, owner_layout is None, Needs(where=where)), work)
+
+
+def _checked(transformation: GradientTransformation[MuonState], work: BlockWork) -> GradientTransformation[MuonState]:
+    """Of buffers, all tensors must take part: an update without some of them would leave them untrained."""
+    on_buffers = on_tensors(transformation)
+
+    def init(params: Any) -> MuonState:
+        for key, buffer in buffers_in(params):
+            for i, shape in enumerate(buffer.layout.tensor_shapes):
+                if work.owners is None and buffer.spec.is_sharded and buffer.mesh.size() > 1:
+                    raise ValueError(
+                        f"muon: {buffer} holds shards, whose owners must be known; give owner_layout=, for a dict of buffers"
+                        " by name: {name: GroupOwnerLayout.from_params(mesh, buffer.layout, placements=buffer.placements)}"
+                    )
+                if work.owners is not None and shape.numel() and not work.takes_part(key(i)):
+                    raise ValueError(
+                        f"muon: tensor {key(i)!r} {tuple(shape)} has no owner in the owner layout; name the groups as the"
+                        " buffers (owner_layout={name: owners}), and leave tensors that are no matrices to another transformation: partition((keys, muon(...)),"
+                        " (other keys, adamw(...))), or from_route"
+                    )
+        return on_buffers.init(params)
+
+    return GradientTransformation(init, on_buffers.update, on_buffers.whole, on_buffers.needs)

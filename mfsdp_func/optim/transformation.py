@@ -1,10 +1,12 @@
 """The shape of every optimizer here: two pure functions, and what combines them."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
+
+from mfsdp_func.optim.facts import NOWHERE, Count, Facts, Needs, Where
 
 State = TypeVar("State")
 
@@ -26,9 +28,12 @@ class GradientTransformation(NamedTuple, Generic[State]):
     """
 
     init: Callable[[Any], State]
-    update: Callable[[Any, State, Any], tuple[Any, State]]
+    update: Callable[..., tuple[Any, State]]
+    """``(grads, state, params) -> (updates, state)``; with ``count=`` where a part counts."""
     whole: bool | frozenset[Hashable] = False
     """Whether tensors (or those of which keys) must be whole: of shards, the results would be wrong."""
+    needs: Needs = Needs()
+    """What it must know of all ranks; a transformation of your own leaves it out."""
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -36,48 +41,54 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return pytree.tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
 
 
-def partition(
-    *parts: tuple[Iterable[Hashable], GradientTransformation[Any]],
-) -> GradientTransformation[tuple[Any, ...]]:
-    """One transformation for a dict of tensors, each part of its keys handled by a transformation of its own.
+def run_part(
+    part: GradientTransformation[Any],
+    updates: Any,
+    state: Any,
+    params: Any,
+    facts: Facts | None = None,
+    count: Count | None = None,
+    where: Where = NOWHERE,
+) -> tuple[Any, Any]:
+    """``part.update`` with those of the last three arguments that it takes."""
+    if part.needs.facts:
+        return part.update(updates, state, params, facts=facts, count=count, where=where)
+    if part.needs.count:
+        return part.update(updates, state, params, count=count, where=where)
+    return part.update(updates, state, params)
 
-    A rank may hold tensors of some keys only; every part is called on every rank. The state is the tuple of the
-    parts' states.
 
-    Args:
-        parts: the keys of a part, and its transformation.
+def needs_of(parts: Sequence[GradientTransformation[Any]]) -> Needs:
+    """What parts need that see the same gradients."""
+    where = NOWHERE
+    for part in parts:
+        where = where + part.needs.where
+    return Needs(
+        facts=any(part.needs.facts for part in parts),
+        count=any(part.needs.count for part in parts),
+        where=where,
+        host_count=any(part.needs.host_count for part in parts),
+    )
+
+
+def whole_of(parts: Sequence[GradientTransformation[Any]]) -> bool | frozenset[Hashable]:
+    """Which tensors must be whole for all of `parts`."""
+    keys: frozenset[Hashable] = frozenset()
+    for part in parts:
+        if part.whole is True:
+            return True
+        keys = keys | (part.whole or frozenset())
+    return keys
+
+
+def refuse_count(label: str, part: Needs, count: Count | None) -> None:
+    """Refuse a count that nothing asks for.
 
     Raises:
-        ValueError: if two parts claim one key.
-        KeyError: in `init` and `update`, on a tensor that no part claims.
+        TypeError: see above.
     """
-    claims = [frozenset(keys) for keys, _ in parts]
-    claimed = {key for claim in claims for key in claim}
-    if sum(map(len, claims)) != len(claimed):
-        raise ValueError("partition: two parts claim the same key; give each tensor to one transformation")
-
-    def split(tensors: Mapping[Hashable, torch.Tensor]) -> list[dict[Hashable, torch.Tensor]]:
-        for key in tensors:
-            if key not in claimed:
-                raise KeyError(f"partition: no part claims tensor {key!r}; list its key in one of the parts")
-        return [{key: tensors[key] for key in tensors if key in claim} for claim in claims]
-
-    def init(params: Mapping[Hashable, torch.Tensor]) -> tuple[Any, ...]:
-        return tuple(part.init(own) for (_, part), own in zip(parts, split(params), strict=True))
-
-    def update(
-        grads: Mapping[Hashable, torch.Tensor], state: tuple[Any, ...], params: Mapping[Hashable, torch.Tensor]
-    ) -> tuple[dict[Hashable, torch.Tensor], tuple[Any, ...]]:
-        updates: dict[Hashable, torch.Tensor] = {}
-        states: list[Any] = []
-        for (_, part), given, old, own in zip(parts, split(grads), state, split(params), strict=True):
-            some, new = part.update(given, old, own)
-            updates.update(some)
-            states.append(new)
-        return {key: updates[key] for key in params}, tuple(states)
-
-    whole = [claim if part.whole is True else part.whole or () for claim, (_, part) in zip(claims, parts, strict=True)]
-    return GradientTransformation(init, update, frozenset().union(*whole))
+    if count is not None and not (part.facts or part.count):
+        raise TypeError(f"{label}: got count={count}, but no part of it counts; leave it out, or add divide_by_count()")
 
 
 def check_not_negative(where: str, **values: float | torch.Tensor) -> None:
@@ -111,5 +122,20 @@ def learning_rate_at(learning_rate: LearningRate, step: torch.Tensor) -> float |
 
 def first_step(params: Any) -> torch.Tensor:
     """A step counter at zero, 0-D int64, on the device of the parameters."""
+    return torch.zeros((), dtype=torch.int64, device=device_of(params))
+
+
+def device_of(params: Any) -> torch.device | None:
+    """Where the parameters live; None where there are none."""
     leaves = pytree.tree_leaves(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+    return leaves[0].device if leaves else None
+
+
+def select(condition: torch.Tensor, new: Any, old: Any) -> Any:
+    """The leaves of `new` where the 0-D `condition` holds, else those of `old`, bit for bit. No host waits for it."""
+    return pytree.tree_map(lambda one, other: torch.where(condition.to(one.device), one, other), new, old)
+
+
+def unchanged(params: Any) -> Any:
+    """Updates that leave every parameter as it is, bit for bit: minus zero, as zero would turn minus zero into zero."""
+    return pytree.tree_map(lambda param: torch.full_like(param, -0.0), params)
