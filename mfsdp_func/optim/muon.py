@@ -188,8 +188,8 @@ def _checked(transformation: GradientTransformation[MuonState], work: BlockWork)
                 if work.owners is not None and shape.numel() and not work.takes_part(key(i)):
                     raise ValueError(
                         f"muon: tensor {key(i)!r} {tuple(shape)} has no owner in the owner layout; name the groups as the"
-                        " buffers (owner_layout={name: owners}), and leave tensors that are no matrices to another transformation: partition((keys, muon(...)),"
-                        " (other keys, adamw(...))), or from_route"
+                        " buffers (owner_layout={name: owners}), and leave tensors that are no matrices to another"
+                        " transformation: partition((keys, muon(...)), (other keys, adamw(...))), or from_route"
                     )
         return on_buffers.init(params)
 
