@@ -9,12 +9,12 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.operations.views import joined, tensors_of
 from mfsdp_func.optim.adamw import adamw as make_adamw
 from mfsdp_func.optim.block_layout import BlockLayout, block_layout
+from mfsdp_func.optim.masks import partition
 from mfsdp_func.optim.muon import muon as make_muon
 from mfsdp_func.optim.route import Choice, Route
-from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, partition
+from mfsdp_func.optim.transformation import GradientTransformation, LearningRate
 from mfsdp_func.values.balance import Trade, WorkGroup, balance_owner_work
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work
@@ -60,7 +60,7 @@ class RoutePlan:
             parts.append((self.muon_keys, _made("muon", muon, make_muon, options, self.route)))
         if self.adamw_keys:
             parts.append((self.adamw_keys, _made("adamw", adamw, make_adamw, {}, self.route)))
-        return _on_buffers(partition(*parts))
+        return partition(*parts)
 
 
 def from_route(
@@ -247,16 +247,3 @@ def _needs_argument(function: Callable[..., Any]) -> bool:
 
 def _takes_anything(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-
-
-def _on_buffers(inner: GradientTransformation[Any]) -> GradientTransformation[Any]:
-    """A transformation of tensors under pairs ``(group, index)``, for dicts of buffers."""
-
-    def init(params: Mapping[str, DBuffer]) -> Any:
-        return inner.init(tensors_of(params))
-
-    def update(grads: Mapping[str, DBuffer], state: Any, params: Mapping[str, DBuffer]) -> tuple[Any, Any]:
-        updates, new = inner.update(tensors_of(grads), state, tensors_of(params))
-        return joined(updates, params), new
-
-    return inner._replace(init=init, update=update)
