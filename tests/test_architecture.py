@@ -3,7 +3,7 @@
 import ast
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -82,6 +82,36 @@ def test_every_module_has_a_layer(file: Path) -> None:
 def test_imports_point_upwards(file: Path) -> None:
     module = name_of(file)
     assert find_wrong_imports(module, ast.parse(file.read_text())) == []
+
+
+def find_circles(imports: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The modules that reach one another, each set once, in order."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        seen: set[str] = set()
+        ahead = [*imports[module]]
+        while ahead:
+            target = ahead.pop()
+            if target not in seen:
+                seen.add(target)
+                ahead += imports.get(target, ())
+        reached[module] = seen
+    circles = {frozenset(m for m in reached[module] if module in reached.get(m, ())) for module in imports}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def test_no_circle() -> None:
+    imports = {name_of(file): set(imports_of(ast.parse(file.read_text()))) for file in FILES}
+    assert find_circles({module: targets - {module} for module, targets in imports.items()}) == []
+
+
+def test_circles_are_seen() -> None:
+    assert find_circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["e"]}) == [["b", "c"], ["e"]]
+    assert find_circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
+def test_every_name_in_the_table_is_a_module() -> None:
+    assert [head for _, heads in LAYERS for head in heads if head not in MODULES] == []
 
 
 def test_wrong_imports_are_seen() -> None:

@@ -186,13 +186,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target: blocks one by one, the (1-D) runs together, for which CUDA has one kernel."""
-    runs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dim() == 1]
-    if len(runs) < len(targets):
-        for target, source in zip(targets, sources, strict=True):
-            if target.dim() > 1:
-                target.copy_(source)
+    runs: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for target, source in zip(targets, sources, strict=True):
+        if target.dim() > 1:
+            target.copy_(source)
+        else:
+            runs.append(target)
+            read.append(source)
     if runs:
-        torch._foreach_copy_([target for target, _ in runs], [source for _, source in runs])  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_copy_(runs, read)  # pyright: ignore[reportPrivateUsage]
 
 
 def _split_like(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

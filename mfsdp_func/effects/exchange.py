@@ -41,7 +41,8 @@ def start_exchange(
     outgoing, incoming = [], []  # a rank that moves nothing makes its call all the same
     copied, copied_to = [], []
     if element_nbytes:
-        limits = tuple(max(1, nbytes // element_nbytes) for nbytes in carrier.packing(call.mesh))
+        direct, packed = carrier.packing(call.mesh)
+        limits = max(1, direct // element_nbytes), max(1, packed // element_nbytes)
         route = _route(view, limits, scale, sources.places, targets.places)
         outgoing, incoming = _parcels(route.sends, sources), _parcels(route.receives, targets)
         copied, copied_to = sources.views(*route.copied), targets.views(*route.copied_to)

@@ -1,5 +1,7 @@
 """The process groups behind a mesh."""
 
+from functools import lru_cache
+
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -21,10 +23,16 @@ def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
             group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
         except (RuntimeError, LookupError):
             return ()
-        if set(dist.get_process_group_ranks(group)) != set(mesh.axis_ranks(axis)):
+        if not _serves(tuple(dist.get_process_group_ranks(group)), mesh, axis):
             return ()  # a new world has given the name to another group
         groups.append(group)
     return tuple(groups)
+
+
+@lru_cache(maxsize=1024)
+def _serves(ranks: tuple[int, ...], mesh: Mesh, axis: int) -> bool:
+    """Whether a group of these ranks is that of an axis: asked at every call, so the answer is kept."""
+    return set(ranks) == set(mesh.axis_ranks(axis))
 
 
 def flat_mesh(mesh: Mesh) -> Mesh:

@@ -33,7 +33,8 @@ def check_place(mesh: Mesh, what: str) -> None:
     Raises:
         ValueError: if the mesh is one that another rank sees.
     """
-    here = this_rank()
+    simulated = SIMULATED.get()
+    here = this_rank() if simulated is None else simulated.rank
     if mesh.rank is not None and here is not None and mesh.rank != here:
         raise ValueError(
             f"{what}: made on rank {mesh.rank}, used on rank {here}: offsets and messages would be those of rank"

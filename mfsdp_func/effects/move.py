@@ -297,7 +297,7 @@ def move(
         RuntimeError: inside a `torch.func` gradient on a rank that others wait for, but which has no input that could
             make it run the backward pass; and inside `jacrev` and `jacfwd`.
     """
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    tracked = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, inputs))
     if is_eager(link, tracked):
         if not inputs and torch.is_grad_enabled():  # where others differentiate, this rank may be asked to as well
             _refuse_jacobians(linear)

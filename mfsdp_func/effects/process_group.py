@@ -43,7 +43,7 @@ class ProcessGroups:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def packing(self, mesh: Mesh) -> tuple[int, int]:
-        return DIRECT_NBYTES, max(DIRECT_NBYTES, PACKED_NBYTES // (2 * _STAGES_IN_FLIGHT * max(1, mesh.size() - 1)))
+        return DIRECT_NBYTES, max(DIRECT_NBYTES, PACKED_NBYTES // (2 * _STAGES_IN_FLIGHT * max(1, len(mesh.ranks) - 1)))
 
     def device(self, mesh: Mesh) -> torch.device:
         if mesh.size() > 1 and not _carries(_group(mesh), "cpu"):
@@ -53,7 +53,7 @@ class ProcessGroups:
     def exchange(
         self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
     ) -> Callable[[], None]:
-        if call.mesh.size() == 1:
+        if len(call.mesh.ranks) == 1:
             return _nothing
         group = _group(call.mesh)
         own = torch.cuda.is_available() and set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
@@ -155,7 +155,7 @@ def _group(mesh: Mesh) -> dist.ProcessGroup:
             " torch.distributed.init_process_group, or run it in one process with mfsdp_func.simulate"
         )
     groups = axis_groups(mesh)
-    if mesh.ndim == 1 and groups:
+    if len(groups) == 1:
         return groups[0]
     world = dist.group.WORLD
     if world is None or max(mesh.ranks) >= dist.get_world_size():
@@ -185,7 +185,7 @@ Post = Callable[[Sequence[Parcel], Sequence[Parcel]], Callable[[], None]]
 
 
 def _by_stage(outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> list[Stage]:
-    if not any(parcels and parcels[-1].stage for parcels in (outgoing, incoming)):
+    if not ((outgoing and outgoing[-1].stage) or (incoming and incoming[-1].stage)):
         return [(list(outgoing), list(incoming))]
     stages: dict[int, Stage] = {}
     for side, parcels in enumerate((outgoing, incoming)):

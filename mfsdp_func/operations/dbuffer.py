@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.call import Order, Wanted, check_tensors, faults_reported, joined_link, run, run_traced
 from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
+from mfsdp_func.operations.dtensor import to_dtensor
 from mfsdp_func.operations.spec_facts import fact_of, spec_of
 from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step
 from mfsdp_func.values.buffer_spec import BufferSpec, averages, held_tensors, local_numel, local_part, local_view
@@ -16,9 +18,6 @@ from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike
 from mfsdp_func.values.placement import Partial, Placement
 from mfsdp_func.values.ranges import Range
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,13 +194,11 @@ class DBuffer:
         """Any placements that can be reached; see the function of the same name."""
         return redistribute(self, placements, deterministic=deterministic)[0]
 
-    def get_dtensor(self, tensor_index: int) -> "DTensor":
+    def get_dtensor(self, tensor_index: int) -> DTensor:
         """A tensor as a `DTensor` with its logical global shape; see `mfsdp_func.operations.dtensor.to_dtensor`."""
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError("get_dtensor: a DTensor is made outside compiled regions; use get_tensor_view inside")
-        from mfsdp_func.operations.dtensor import to_dtensor
-
-        return to_dtensor(self, tensor_index)
+        return to_dtensor(self.spec, tensor_index, self.get_tensor_view(tensor_index))
 
     def view(self, placements: Sequence[Placement]) -> "DBuffer":
         """`Replicate` -> sharded along one axis: a view of this rank's part. No communication; shares storage.

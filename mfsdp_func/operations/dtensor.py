@@ -9,47 +9,51 @@ from torch.distributed.tensor import DTensor, Shard
 from mfsdp_func.effects.call import Order, Wanted, check_tensors, run
 from mfsdp_func.effects.groups import axis_groups
 from mfsdp_func.effects.token import Token
-from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.plans.plan import GroupPlan, Plan
+from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import shard_axes
 
 
-def to_dtensor(buffer: DBuffer, tensor_index: int) -> DTensor:
+def to_dtensor(spec: BufferSpec, tensor_index: int, local: torch.Tensor) -> DTensor:
     """A tensor of a buffer as a `DTensor` of its logical shape, with `Shard(0)` where the buffer is sharded.
 
     DTensor reads shards by its own chunk rule (equal numbers of rows, the last ones fewer or none). Where this rank's
     rows, or those of others, are not cut so, one exchange moves them; every rank of the mesh calls.
+
+    Args:
+        spec: what the buffer is.
+        tensor_index: which of its tensors.
+        local: this rank's part of it.
 
     Raises:
         NotImplementedError: where two or more axes shard the buffer (gather all but one first), or the mesh does not
             list the ranks of each line in ascending order.
         RuntimeError: if the mesh has no process groups (a simulated one).
     """
-    axes = shard_axes(buffer.placements)
+    axes = shard_axes(spec.placements)
     if len(axes) > 1:
         raise NotImplementedError(
-            f"get_dtensor: {buffer.placements} shards {len(axes)} axes, in another order than DTensor's; allgather all"
+            f"get_dtensor: {spec.placements} shards {len(axes)} axes, in another order than DTensor's; allgather all"
             " but one first"
         )
-    lines = [buffer.mesh.axis_ranks(axis) for axis in range(buffer.mesh.ndim)]
+    lines = [spec.mesh.axis_ranks(axis) for axis in range(spec.mesh.ndim)]
     if any(list(line) != sorted(line) for line in lines):
         raise NotImplementedError(
-            f"get_dtensor: {buffer.mesh} lists ranks in descending order, but DTensor's collectives follow process"
+            f"get_dtensor: {spec.mesh} lists ranks in descending order, but DTensor's collectives follow process"
             " groups, which sort them: its full_tensor() would be wrong. Use a mesh in ascending order"
         )
-    shape = buffer.layout.tensor_shapes[tensor_index]
-    local = buffer.get_tensor_view(tensor_index)
-    placements = [Shard(0) if axis in axes else placement for axis, placement in enumerate(buffer.placements)]
+    shape = spec.layout.tensor_shapes[tensor_index]
+    placements = [Shard(0) if axis in axes else placement for axis, placement in enumerate(spec.placements)]
     if axes:
-        plan = chunk_plan(buffer.mesh, axes, buffer.layout, tensor_index)
+        plan = chunk_plan(spec.mesh, axes, spec.layout, tensor_index)
         if plan.groups[0].source.rank_to_offset != plan.groups[0].target.rank_to_offset:
             local = _moved(plan, local.reshape(-1))
-        local = local.reshape(local.numel() // buffer.layout.row_numel(tensor_index), *shape[1:])
+        local = local.reshape(local.numel() // spec.layout.row_numel(tensor_index), *shape[1:])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, device_mesh_of(buffer.mesh, local.device), placements, run_check=False, shape=shape, stride=stride
+        local, device_mesh_of(spec.mesh, local.device), placements, run_check=False, shape=shape, stride=stride
     )
 
 
