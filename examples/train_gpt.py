@@ -10,6 +10,10 @@ process, without any of this, and compares the weights.
 With ``--compile`` the whole step is one compiled region per rank, and the run ends with an error if any of it falls
 back to eager code or is compiled a second time.
 
+With ``--checkpoint FOLDER --every N`` it saves in the background and goes on from the newest checkpoint that verifies, also
+when torchrun starts the ranks again (``--max-restarts``), and on another number of ranks: to train on the same text
+there, say in how many ``--streams`` it is dealt to the ranks.
+
 The step is a pure function of its state. PyTorch has no donation: the old state lives until its name is bound to the
 new one, so a step needs room for both. Where that matters, write in place: `mf.optim.TorchOptimizer` with
 ``compile=True`` needs no second state (measured by ``examples/benchmarks/donation.py``).
@@ -30,8 +34,10 @@ import reference
 import torch
 import torch.distributed as dist
 from leave import leave
+from restart import Checkpoints, init_process_group
 from text import TextError, batch_at, load_text
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
 from mfsdp_func import optim
@@ -57,6 +63,26 @@ class State(NamedTuple):
     """Parameters: this rank holds its rows of each flat buffer."""
     optimizers: dict[str, Any]
     """Optimizer states of this rank's rows."""
+
+
+def saved(units: dict[str, Unit], state: State, losses: list[float]) -> dict[str, Any]:
+    """The state as checkpoints hold it: shards with the names of their tensors. `losses` has one number per step."""
+
+    def by_name(unit: Unit, optimizer: Any) -> Any:
+        is_shards = lambda leaf: isinstance(leaf, dict)  # noqa: E731
+        wrap = lambda leaf: mf.checkpoint.Shards(leaf, unit.owners, unit.names) if is_shards(leaf) else leaf  # noqa: E731
+        return pytree.tree_map(wrap, optimizer, is_leaf=is_shards)
+
+    optimizers = {name: by_name(units[name], optimizer) for name, optimizer in state.optimizers.items()}
+    return {"params": state.buffers, "optimizer": optimizers, "losses": losses}
+
+
+def restored(value: dict[str, Any]) -> tuple[State, list[float]]:
+    """The inverse of `saved`."""
+    is_shards = lambda leaf: isinstance(leaf, mf.checkpoint.Shards)  # noqa: E731
+    unwrap = lambda leaf: dict(leaf.tensors) if is_shards(leaf) else leaf  # noqa: E731
+    optimizers = pytree.tree_map(unwrap, value["optimizer"], is_leaf=is_shards)
+    return State(value["params"], optimizers), value["losses"]
 
 
 class Metrics(NamedTuple):
@@ -195,7 +221,9 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
         print(f"{len(text)} bytes of text, {numel} parameters in {len(units)} units on {world} rank(s), {device.type}")
 
     def batch(step: int, rank: int) -> torch.Tensor:
-        return batch_at(text, step, rank, size=args.batch, context=args.context, seed=args.seed).to(device)
+        own = range(rank, args.streams or world, world)
+        windows = [batch_at(text, step, k, size=args.batch, context=args.context, seed=args.seed) for k in own]
+        return torch.cat(windows).to(device)
 
     step = make_step(units, config, mesh)
     buffers = {
@@ -210,14 +238,23 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
         if not rank:
             print(f"compiled in {time.perf_counter() - start:.1f} s: one graph per rank, without breaks")
     losses: list[float] = []
+    checkpoints = None
+    if args.checkpoint is not None:
+        names = {name: [f"{name}.{own}" for own in unit.names] for name, unit in units.items()}
+        checkpoints = Checkpoints(args.checkpoint, args.every, mesh, names)
+        found = checkpoints.resume(mf.checkpoint.spec_of(saved(units, state, [0.0])))
+        state, losses = (state, losses) if found is None else restored(found)
     with progress(args, "train", rank) as bar:
-        for number in range(args.steps):
+        bar.update(len(losses))
+        for number in range(len(losses), args.steps):
             state, metrics = step(state, batch(number, rank))
             losses.append(float(metrics.loss))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
+            if checkpoints is not None:
+                checkpoints.after(number + 1, partial(saved, units, state, list(losses)), last=number + 1 == args.steps)
     trained = {name: named(unit, state.buffers[name].allgather(0)) for name, unit in units.items()}
-    if rank:
+    if rank or not args.reference:
         return
 
     with progress(args, "reference", rank) as bar:
@@ -280,11 +317,19 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--compile", action="store_true", help="the whole step as one compiled region")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of all numbers")
     parser.add_argument("--batch", type=positive, default=8, help="windows of text per rank and step")
+    parser.add_argument("--streams", type=positive, help="streams of text, dealt to the ranks; default: one per rank")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save there, and go on from there")
+    parser.add_argument("--every", type=positive, default=100, metavar="STEPS", help="between two saves")
+    parser.add_argument(
+        "--reference", action=argparse.BooleanOptionalAction, default=True, help="repeat the training in one process"
+    )
     parser.add_argument("--context", type=positive, default=128, help="bytes that the model sees")
     parser.add_argument("--dim", type=positive, default=128, help="width of the model")
     parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
     parser.add_argument("--heads", type=positive, default=4, help="attention heads")
     args = parser.parse_args(arguments)
+    if (args.streams or 0) % int(os.environ.get("WORLD_SIZE", "1")):
+        parser.error(f"--streams {args.streams} must be a multiple of the number of ranks, {os.environ['WORLD_SIZE']}")
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
     if args.plot is not None and (args.plot.suffix not in PLOT_SUFFIXES or not args.plot.parent.is_dir()):
@@ -309,10 +354,10 @@ def main() -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        init_process_group("gloo")
     run(args, text, device)
     leave()  # all ranks wait for the first one's comparison
 

@@ -35,6 +35,14 @@ def test_compiled_step_equals_eager() -> None:
     assert all(float(difference) < 1e-5 for difference in differences)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(("launcher", "ranks"), [([sys.executable], 4), (TORCHRUN, 2)], ids=["simulated", "torchrun"])
+def test_checkpoint_on_other_ranks(launcher: list[str], ranks: int) -> None:
+    shown = run([*launcher, str(RECIPES / "checkpoint.py")])
+    assert "every byte has a hash" in shown
+    assert len(re.findall(r"rank \d+: step 20, parameters equal", shown)) == ranks
+
+
 def test_unit_test_on_a_simulated_mesh() -> None:
     path = RECIPES / "test_simulated_mesh.py"
     assert "1 passed" in run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)])
