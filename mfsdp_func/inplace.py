@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_func.effects.blocks import find_overlap
 from mfsdp_func.effects.call import Wanted, are_alike, check_tensors, faults_reported
 from mfsdp_func.effects.move import is_untransformed, launch
-from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups
+from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups, unnamed
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, as_mesh
@@ -113,7 +113,7 @@ def _move_into(
                 raise TypeError(
                     f"{plan.label}: the destinations are {wanted.dtype}, but the group is of {plan.dtype}; convert them"
                 )
-        options = check_tensors(plan, inputs, wanted, ())
+        options = check_tensors(plan, inputs, wanted, (), groups=unnamed(owners))
     rooms = [target.detach() if target.requires_grad else target for target in targets]
     direct = [room if _is_plain(room) else room.new_empty(room.shape) for room in rooms]
     launch(plan, options, None, inputs, direct)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -9,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch.fx.node import has_side_effect
 
-from mfsdp_func.effects.agreement import checking, report_fault
+from mfsdp_func.effects.agreement import checking, origin_of, report_fault
 from mfsdp_func.effects.here import carrier_of, check_place, this_rank
 from mfsdp_func.effects.move import Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
+from mfsdp_func.effects.origin import Origin
 from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
 from mfsdp_func.plans.linear_map import LinearMap
 
@@ -57,7 +59,12 @@ class Order(NamedTuple):
 
 
 def check_tensors(
-    linear: LinearMap, tensors: Sequence[torch.Tensor], wanted: Wanted, tokens: Sequence[Token]
+    linear: LinearMap,
+    tensors: Sequence[torch.Tensor],
+    wanted: Wanted,
+    tokens: Sequence[Token],
+    of: str = "",
+    groups: Sequence[object] = (),
 ) -> Options:
     """Check this rank's inputs against the map, and settle the dtype and device of its outputs.
 
@@ -66,16 +73,19 @@ def check_tensors(
         tensors: what this rank gives.
         wanted: see `Wanted`.
         tokens: of the operations before; they know the dtype where this rank gives no tensor.
+        of: the name of what moves, where the map's label does not say it.
+        groups: the caller's groups without a name, of which equal ones are told apart.
 
     Raises:
         TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than the one wanted, or where
             the dtype cannot be known.
         ValueError: on a wrong number of elements, or on mixed devices.
     """
-    dtype, origin = (
+    dtype, dtype_origin = (
         (linear.dtype, "the group is of {}") if wanted.dtype is None else (wanted.dtype, wanted.dtype_origin)
     )
     device = None if wanted.device is None else torch.device(wanted.device)
+    origin = origin_of(carrier_of(linear.mesh), of, groups)
     first = tensors[0] if tensors else None
     every = () if are_alike(tensors, linear.input_numels) else zip(tensors, linear.input_numels, strict=True)
     for n, (tensor, numel) in enumerate(every):
@@ -107,16 +117,16 @@ def check_tensors(
                 " bring all of them to one device"
             )
     if first is None:
-        return _options_without_tensor(linear, dtype, device, tokens)
+        return _options_without_tensor(linear, dtype, device, tokens, origin)
     if dtype not in (None, first.dtype):
         raise TypeError(
-            f"{linear.label}: {origin.format(dtype)}, but tensor {linear.input_name(0)} is {first.dtype}; convert it"
+            f"{linear.label}: {dtype_origin.format(dtype)}, but tensor {linear.input_name(0)} is {first.dtype}; convert it"
         )
     if device is not None and (device.type != first.device.type or device.index not in (None, first.device.index)):
         raise ValueError(
             f"{linear.label}: device={device} was asserted, but tensor {linear.input_name(0)} is on {first.device}"
         )
-    return Options(first.dtype, first.device)
+    return Options(first.dtype, first.device, origin=origin)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -134,7 +144,11 @@ def are_alike(tensors: Sequence[torch.Tensor], numels: tuple[int, ...]) -> bool:
 
 
 def _options_without_tensor(
-    linear: LinearMap, dtype: torch.dtype | None, device: torch.device | None, tokens: Sequence[Token]
+    linear: LinearMap,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    tokens: Sequence[Token],
+    origin: Origin | None,
 ) -> Options:
     known = dtype or next((token.dtype for token in tokens if token.dtype), None)
     if known is None and linear.output_numels:
@@ -143,7 +157,7 @@ def _options_without_tensor(
             " pass dtype=, or the token of the operation before with after=, or make the GroupOwnerLayout with dtype="
         )
     where = device or (tokens[0].link.device if tokens else carrier_of(linear.mesh).device(linear.mesh))
-    return Options(known, where)
+    return Options(known, where, origin=origin)
 
 
 def run(
@@ -234,7 +248,7 @@ def _in_graph(
 ) -> tuple[torch.Tensor, ...]:
     linear = remembered(key)
     tokens = () if link is None else (Token(link, (), known),)
-    options = check_tensors(linear, tensors, Wanted(dtype, device, dtype_origin), tokens)
+    options = replace(check_tensors(linear, tensors, Wanted(dtype, device, dtype_origin), tokens), origin=None)
     link, outputs = move(linear, options, link, tensors)
     return (link, *outputs)
 

@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mfsdp_func.effects.origin import Ledger
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.values.mesh import Mesh
 
@@ -25,6 +26,9 @@ class Call:
         batch: sizes of the batch dims that `torch.func.vmap` added, which trail in every tensor.
         differentiated: whether autograd or `torch.func` follows this call on this rank; None where it need not.
         forward: whether the program made the call, on all ranks in the same order; autograd makes the others.
+        origin: the call of the program that it is, or belongs to, in words that are compared; None where nobody compares.
+        linear: the map; what differs between ranks is told in its words.
+        operation: what `label` is without the name of what moves; empty where they are one.
     """
 
     label: str
@@ -34,17 +38,26 @@ class Call:
     batch: tuple[int, ...]
     differentiated: bool | None
     forward: bool
+    origin: dict[str, str] | None = None
+    linear: Any = None
+    operation: str = ""
 
     @cached_property
     def facts(self) -> dict[str, str]:
         """What is compared, in words; an empty word agrees with everything."""
         return {
-            "operation": self.label,
+            "operation": self.operation or self.label,
             "plan": self.digest[:16],
             "dtype": str(self.dtype).removeprefix("torch.") if self.dtype else "",
             "batch size under vmap": "x".join(map(str, self.batch)) or "no vmap",
             "differentiated": {None: "", False: "no", True: "yes"}[self.differentiated],
+            **(self.origin or {}),
         }
+
+    def of(self, name: str, origin: dict[str, str]) -> "Call":
+        """The same call, of what has a name, with its origin."""
+        label = f"{self.label} of {name!r}" if name else self.label
+        return replace(self, label=label, origin=origin, operation=self.label)
 
     @cached_property
     def tag(self) -> int:
@@ -67,7 +80,19 @@ class Parcel(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Moves parcels between the ranks of a mesh. Every rank of the mesh makes every call, in the same order."""
+    """Moves parcels between the ranks of a mesh. Every rank of the mesh makes every call, in the same order.
+
+    Attributes:
+        inside: which thread is inside which map, by the mesh's digest.
+        compares: whether calls are compared, check or no check.
+    """
+
+    inside: dict[str, tuple[int, Any]]
+    compares: bool
+
+    def ledger(self, mesh: Mesh) -> Ledger:
+        """What this rank counts on a mesh."""
+        ...
 
     def number_of_ranks(self) -> int:
         """How many ranks there are in all."""

@@ -7,6 +7,7 @@ also takes and returns a *link*, a differentiable zero: the one input that a ran
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,11 +31,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 
 from mfsdp_func.effects.agreement import agree, checking, report_fault
 from mfsdp_func.effects.blocks import Memory, locate
-from mfsdp_func.effects.carrier import Call
+from mfsdp_func.effects.carrier import Call, Carrier
 from mfsdp_func.effects.collectives import start_collective
 from mfsdp_func.effects.exchange import empty_outputs, start_exchange
 from mfsdp_func.effects.here import carrier_of, check_place
 from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
+from mfsdp_func.effects.origin import Origin
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.plans.plan import Plan
@@ -52,12 +54,13 @@ def allocate(
 
 @dataclass(frozen=True)
 class Options:
-    """How a call runs: the dtype and device of outputs, and what is known of the call on this rank."""
+    """How a call runs: the dtype and device of outputs, and what is known of the call on this rank; see `Call`."""
 
     dtype: torch.dtype | None
     device: torch.device
     differentiated: bool = False
     forward: bool = True
+    origin: Origin | None = None
 
 
 @dataclass
@@ -107,9 +110,37 @@ def launch(
         The outputs; filled, unless inside `in_flight`.
 
     Raises:
-        RuntimeError: before any communication, if the storage of a tensor has been freed.
+        RuntimeError: before any communication, if the storage of a tensor has been freed, or another thread of this rank
+            is inside a call over the same mesh.
     """
     carrier = carrier_of(linear.mesh)
+    mine = threading.get_ident(), linear
+    holder = carrier.inside.setdefault(linear.mesh.digest, mine)
+    if holder[0] != mine[0]:
+        raise RuntimeError(_two_threads(linear, holder[1]))
+    try:
+        return _launch(carrier, linear, options, batch, inputs, outputs)
+    finally:
+        if holder is mine:
+            del carrier.inside[linear.mesh.digest]
+
+
+def _two_threads(linear: LinearMap, other: LinearMap) -> str:
+    return (
+        f"{linear.label}: on rank {linear.mesh.rank}, thread {threading.current_thread().name!r} began this call while"
+        f" another thread is inside {other.label} over the same mesh. Calls over a mesh come one after the other, in one"
+        " order on all ranks: make them from one thread, or wait for the other; or give each thread a mesh of its own"
+    )
+
+
+def _launch(
+    carrier: Carrier,
+    linear: LinearMap,
+    options: Options,
+    batch: Sequence[int] | None,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor] | None,
+) -> tuple[torch.Tensor, ...]:
     flight = _FLIGHT.get()
     inputs = _plain(inputs)
     sources = _located(linear, options, inputs)
@@ -117,8 +148,15 @@ def launch(
     differentiated = options.differentiated if linear.takes_part else None
     dtype = inputs[0].dtype if inputs else options.dtype
     call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
+    origin, known = options.origin, True
+    if origin is not None:
+        call = call.of(
+            origin.name, origin.facts(carrier.ledger(linear.mesh)) if options.forward else origin.facts_behind()
+        )
     if options.forward and (batch or checking()):
-        agree(carrier, call)
+        known = agree(carrier, call)
+    if origin is not None and options.forward:
+        origin.begin(carrier.ledger(linear.mesh), known)
     if outputs is None:
         outputs = allocate(linear, dtype or torch.float32, options.device, batch, True)
     at_once = flight is not None
@@ -161,7 +199,7 @@ def call_of(
     linear: LinearMap, dtype: torch.dtype | None, batch: tuple[int, ...], differentiated: bool | None, forward: bool
 ) -> Call:
     """See `Call`."""
-    return Call(linear.label, linear.digest, linear.mesh, dtype, batch, differentiated, forward)
+    return Call(linear.label, linear.digest, linear.mesh, dtype, batch, differentiated, forward, linear=linear)
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -28,11 +28,22 @@ _ADDED = frozenset(
 
 
 def native_collective(
-    call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
+    call: Call,
+    collective: Collective,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    lead: Callable[[dist.ProcessGroup], None] | None = None,
 ) -> Callable[[], None] | None:
     """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum.
 
     Sums are those of the target's dtype.
+
+    Args:
+        call: this call.
+        collective: which.
+        source: see `start_collective`.
+        target: likewise.
+        lead: called with the group before anything is sent.
     """
     groups = axis_groups(collective.mesh)
     if not groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
@@ -42,6 +53,8 @@ def native_collective(
     group = groups[collective.axis]
     order = dist.get_process_group_ranks(group)
     to_buffer = [order.index(rank) for rank in collective.line]
+    if lead is not None:
+        lead(group)
     if collective.kind == "allreduce":
         target.copy_(source)
         return _waiting(dist.all_reduce(target, group=group, async_op=True))

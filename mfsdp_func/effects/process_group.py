@@ -2,22 +2,27 @@
 
 Elements travel as bytes, so every dtype that torch stores can move. On gloo each message carries a tag made from the
 plan, the dtype and the batch, so that calls which do not agree never meet: they end at the group's timeout instead of
-mixing (gloo aborts the process when a message is larger than the buffer posted for it).
+mixing (gloo aborts the process when a message is larger than the buffer posted for it). Its native collectives have no
+tags of ours: all-gathers are made of messages instead (as fast for small ones, faster for large ones), and reductions are
+led by a byte with the tag, from each rank to the next.
 """
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from mfsdp_func.effects.agreement import bytes_of, compare_facts
+from mfsdp_func.effects.agreement import ENVIRONMENT_VARIABLE, bytes_of, compare_facts, decoded, encoded, is_set
 from mfsdp_func.effects.blocks import as_bytes, packed, room_for, unpack
 from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.effects.groups import axis_groups
 from mfsdp_func.effects.native_collectives import native_collective
+from mfsdp_func.effects.origin import Ledger
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.values.mesh import Mesh
 
@@ -30,14 +35,39 @@ DIRECT_NBYTES = 64 * 1024
 PACKED_NBYTES = 4 * 1024 * 1024
 _STAGES_IN_FLIGHT = 2
 
-_TELL_TAG = 0x6D667364
+# Tags of messages that belong to no call; a length is added, so that records of different lengths never meet.
+_RECORD_TAG, _FIRST_USE_TAG, _PAIR_TAG, _LEAD_TAG = 0x6D667364, 0x5D667364, 0x4D667364, 0x3D667364
 
 
 class ProcessGroups:
-    """See `Carrier`. Without state but for the groups that have communicated before."""
+    """See `Carrier`. Without state but for the groups that have communicated before, and what is counted on meshes."""
 
     def __init__(self) -> None:
+        self.inside: dict[str, tuple[int, Any]] = {}
+        self.compares = False
         self._warm: set[str] = set()
+        self._ledgers: dict[str, tuple[Callable[[], object], Ledger]] = {}
+
+    def ledger(self, mesh: Mesh) -> Ledger:
+        world = dist.group.WORLD if dist.is_available() else None
+        kept = self._ledgers.get(mesh.digest)
+        if kept is None or kept[0]() is not world:  # a new world counts anew
+            kept = self._ledgers[mesh.digest] = ref(world) if world is not None else _nothing, Ledger()
+        return kept[1]
+
+    def _compare_environments(self, mesh: Mesh) -> None:
+        """Refuse, at the first use of a mesh, an agreement check that only some ranks switch on for their process."""
+        ledger = self.ledger(mesh)
+        if ledger.compared or mesh.size() == 1:
+            return
+        word = "on" if is_set() else "off"
+        with temporarily_clear_interpreter_stack():
+            words = self._gather_bytes(mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"first call over {mesh}")
+        records = {
+            rank: {ENVIRONMENT_VARIABLE: other.decode().strip()} for rank, other in zip(mesh.ranks, words, strict=True)
+        }
+        compare_facts(f"first call over {mesh}", records)
+        ledger.compared = True
 
     def number_of_ranks(self) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
@@ -55,13 +85,15 @@ class ProcessGroups:
     ) -> Callable[[], None]:
         if len(call.mesh.ranks) == 1:
             return _nothing
+        if not self.ledger(call.mesh).compared:
+            self._compare_environments(call.mesh)
         group = _group(call.mesh)
         own = torch.cuda.is_available() and set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
         if own and _carries(group, "cuda"):
             self._warm_up(group)  # on all ranks, also on those that move nothing and know no device
         parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
-        if parts and call.batch and not call.forward:
-            _compare_batches(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, parts[0].device)
+        if parts and _is_unseen(call):
+            _compare_with(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, parts[0].device)
         if parts and parts[0].is_cuda:
             if not own:
                 raise RuntimeError(
@@ -74,7 +106,7 @@ class ProcessGroups:
             return _nothing
         stages = _by_stage(outgoing, incoming)
         in_flight = len(stages) if at_once else 1 + _STAGES_IN_FLIGHT
-        return _run_stages_later(stages, lambda sends, receives: _post(group, call.tag, sends, receives), in_flight)
+        return _run_stages_later(stages, lambda sends, receives: _post(group, call, sends, receives), in_flight)
 
     def _warm_up(self, group: dist.ProcessGroup) -> None:
         """Let all ranks of a group communicate once: NCCL's first point-to-point batch may not leave a rank out."""
@@ -85,9 +117,15 @@ class ProcessGroups:
     def collective(
         self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
     ) -> Callable[[], None] | None:
-        if call.batch and not call.forward and len(collective.line) > 1:
+        if not self.ledger(call.mesh).compared:
+            self._compare_environments(call.mesh)
+        if not source.is_cuda:
+            if collective.kind == "allgather":
+                return None
+            return native_collective(call, collective, source, target, lambda group: _lead(call, collective, group))
+        if _is_unseen(call) and len(collective.line) > 1:
             peers = {rank for rank in collective.line if rank != call.mesh.rank}
-            _compare_batches(call, peers, _group(call.mesh), source.device)
+            _compare_with(call, peers, _group(call.mesh), source.device)
         return native_collective(call, collective, source, target)
 
     def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -101,19 +139,33 @@ class ProcessGroups:
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         if mesh.size() == 1:
             return [record]
+        self._compare_environments(mesh)
+        return self._gather_bytes(mesh, record, _RECORD_TAG, f"the agreement check is on here: {mesh}")
+
+    def _gather_bytes(self, mesh: Mesh, record: bytes, tag: int, what: str) -> list[bytes]:
         group, device = _group(mesh), self.device(mesh)
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        if set(dist.get_process_group_ranks(group)) == set(mesh.ranks):
-            all_records = [torch.empty_like(mine) for _ in mesh.ranks]
-            dist.all_gather(all_records, mine, group=group)
+        by_rank = {rank: torch.empty_like(mine) for rank in mesh.ranks}
+        if device.type == "cuda" and set(dist.get_process_group_ranks(group)) == set(mesh.ranks):
             order = dist.get_process_group_ranks(group)
-            by_rank = dict(zip(order, all_records, strict=True))
+            dist.all_gather([by_rank[rank] for rank in order], mine, group=group)
         else:
-            by_rank = {rank: torch.empty_like(mine) for rank in mesh.ranks}
+            peers, silent = [rank for rank in mesh.ranks if rank != mesh.get_rank()], dict[int, RuntimeError]()
+            works = {peer: _irecv(by_rank[peer], peer, group, tag ^ len(record)) for peer in peers}
+            sent = [_isend(mine, peer, group, tag ^ len(record)) for peer in peers]
+            for peer, work in works.items():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    silent[peer] = error
+            if silent:
+                raise RuntimeError(
+                    f"{what}: rank {mesh.get_rank()} waited in vain for ranks {list(silent)} to compare what is called;"
+                    " all ranks must make the same calls, with agreement_check (or its environment variable) switched"
+                    " alike"
+                ) from next(iter(silent.values()))
+            _wait(sent)
             by_rank[mesh.get_rank()] = mine
-            peers = [rank for rank in mesh.ranks if rank != mesh.get_rank()]
-            works = [_irecv(by_rank[peer], peer, group, _TELL_TAG) for peer in peers]
-            _wait(works + [_isend(mine, peer, group, _TELL_TAG) for peer in peers])
         return [bytes_of(by_rank[rank]) for rank in mesh.ranks]
 
 
@@ -124,23 +176,56 @@ def _nothing() -> None:
     pass
 
 
-def _compare_batches(call: Call, peers: Collection[int], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuse unequal batches of autograd's calls, which no agreement check has seen: of `vmap` around a vjp function.
+def _is_unseen(call: Call) -> bool:
+    """Whether autograd makes a call of which no check has seen something that ranks must agree on.
+
+    That is the batch of `vmap` around a vjp function; and, where the program's own calls were checked, which forward
+    call it belongs to.
+    """
+    return not call.forward and bool(call.batch or call.origin)
+
+
+def _compare_with(call: Call, peers: Collection[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare a call with those of the ranks that it exchanges something with.
 
     Raises:
-        ValueError: if a peer has another batch.
+        ValueError: if they differ.
     """
-    mine = torch.tensor([math.prod(call.batch)], device=device)
+    facts = {fact: word for fact, word in call.facts.items() if fact != "differentiated"}
+    mine = torch.frombuffer(bytearray(encoded(facts)), dtype=torch.uint8).to(device)
     theirs = {peer: torch.empty_like(mine) for peer in sorted(peers)}
-    tag = _tell_tag(call) ^ 1
-    works = [_irecv(theirs[peer], peer, group, tag) for peer in theirs]
-    _wait(works + [_isend(mine, peer, group, tag) for peer in theirs])
-    sizes = {call.mesh.get_rank(): int(mine)} | {peer: int(size) for peer, size in theirs.items()}
-    compare_facts(call.label, {rank: {"batch size under vmap": str(size)} for rank, size in sorted(sizes.items())})
+    works = [_irecv(theirs[peer], peer, group, _PAIR_TAG) for peer in theirs]
+    works += [_isend(mine, peer, group, _PAIR_TAG) for peer in theirs]
+    with _named(call, theirs):
+        _wait(works)
+    records = {call.mesh.get_rank(): facts} | {peer: decoded(bytes_of(other)) for peer, other in theirs.items()}
+    compare_facts(call.label, dict(sorted(records.items())))
 
 
-def _tell_tag(call: Call) -> int:
-    return (int(call.digest[:8], 16) ^ _TELL_TAG) >> 1
+def _lead(call: Call, collective: Collective, group: dist.ProcessGroup) -> None:
+    """Wait for the rank before this one on the line to come to the same call, by its tag."""
+    line, here = collective.line, collective.position
+    before, behind = line[here - 1], line[(here + 1) % len(line)]
+    byte, room = torch.zeros(2, dtype=torch.uint8, device="cpu").split(1)
+    works = [_irecv(room, before, group, call.tag ^ _LEAD_TAG), _isend(byte, behind, group, call.tag ^ _LEAD_TAG)]
+    with _named(call, (before, behind)):
+        _wait(works)
+
+
+@contextmanager
+def _named(call: Call, peers: Collection[int]) -> Generator[None, None, None]:
+    """Name the call in what gloo raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(_vain(call, peers, error)) from error
+
+
+def _vain(call: Call, peers: Collection[int], error: RuntimeError) -> str:
+    return (
+        f"{call.label}: rank {call.mesh.get_rank()} exchanges with ranks {sorted(peers)}, and one of them did not come to"
+        f" the same call, or ended: {error}. Calls that differ never meet; agreement_check() tells how they differ"
+    )
 
 
 def _group(mesh: Mesh) -> dist.ProcessGroup:
@@ -195,16 +280,19 @@ def _by_stage(outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> list[St
 
 
 def _post(
-    group: dist.ProcessGroup, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]
+    group: dist.ProcessGroup, call: Call, sends: Sequence[Parcel], receives: Sequence[Parcel]
 ) -> Callable[[], None]:
     """Post the messages of one stage to gloo; return what waits for them and unpacks."""
-    incoming = [room_for(parcel.parts) for parcel in receives]
+    tag, incoming = call.tag, [room_for(parcel.parts) for parcel in receives]
     works = [_irecv(as_bytes(room), p.peer, group, tag) for room, p in zip(incoming, receives, strict=True)]
     outgoing = [packed(parcel.parts) for parcel in sends]
     works += [_isend(as_bytes(buffer), p.peer, group, tag) for buffer, p in zip(outgoing, sends, strict=True)]
 
     def finish() -> None:
-        _wait(works, *outgoing)
+        try:
+            _wait(works, *outgoing)
+        except RuntimeError as error:
+            raise RuntimeError(_vain(call, {parcel.peer for parcel in (*sends, *receives)}, error)) from error
         for room, parcel in zip(incoming, receives, strict=True):
             unpack(room, parcel.parts)
 

@@ -19,9 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from mfsdp_func.effects.agreement import compare_facts
+from mfsdp_func.effects.agreement import compare_calls
 from mfsdp_func.effects.blocks import packed, unpack
 from mfsdp_func.effects.carrier import SIMULATED, Call, Parcel, Simulated
+from mfsdp_func.effects.origin import Ledger
 from mfsdp_func.effects.poison import PoisonMode, SimulationError, fill_with_poison
 from mfsdp_func.effects.rank_state import Modes, ProcessState, refuse_inside_transforms, shared_dual_level
 from mfsdp_func.plans.collective import Collective
@@ -339,6 +340,12 @@ class _SimulatedCarrier:
 
     def __init__(self, world: _World, state: _Rank, poison: PoisonMode | None) -> None:
         self._world, self._state, self._poison = world, state, poison
+        self.inside: dict[str, tuple[int, Any]] = {}
+        self.compares = True
+        self._ledgers: dict[str, Ledger] = {}
+
+    def ledger(self, mesh: Mesh) -> Ledger:
+        return self._ledgers.setdefault(mesh.digest, Ledger())
 
     def number_of_ranks(self) -> int:
         return self._world.mesh.size()
@@ -371,7 +378,7 @@ class _SimulatedCarrier:
             partners = call.mesh.ranks if call.forward else {me, *(p.peer for p in (*outgoing, *incoming))}
             self._wait_for(meeting, call, partners)
             if not meeting.compared:  # all ranks compare the same, if they are the same
-                compare_facts(call.label, {rank: meeting.entries[rank].call.facts for rank in sorted(partners)})
+                compare_calls({rank: meeting.entries[rank].call for rank in sorted(partners)})
                 meeting.compared = call.forward
             for peer in dict.fromkeys(parcel.peer for parcel in incoming):
                 self._receive(meeting.entries[peer], [parcel for parcel in incoming if parcel.peer == peer])

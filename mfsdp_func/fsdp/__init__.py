@@ -206,8 +206,8 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
         )
     return Bound(
         key=group.key,
-        spec=BufferSpec(mesh, placements.optimizer, layout),
-        resting=BufferSpec(mesh, placements.parameter, layout),
+        spec=BufferSpec(mesh, placements.optimizer, layout, group.key),
+        resting=BufferSpec(mesh, placements.parameter, layout, group.key),
         main_dtype=group.dtype,
         param_dtype=param_dtype,
         reduce_dtype=context.reduce_dtype or param_dtype,

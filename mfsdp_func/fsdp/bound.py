@@ -48,12 +48,12 @@ class Bound:
     @cached_property
     def whole(self) -> BufferSpec:
         """The spec of the gathered buffer."""
-        return BufferSpec(self.spec.mesh, (Replicate(),) * self.spec.mesh.ndim, self.spec.layout)
+        return BufferSpec(self.spec.mesh, (Replicate(),) * self.spec.mesh.ndim, self.spec.layout, self.key)
 
     @cached_property
     def average(self) -> BufferSpec:
         """The spec of a whole buffer of gradients that are still to be averaged."""
-        return BufferSpec(self.spec.mesh, (Partial("avg"),) * self.spec.mesh.ndim, self.spec.layout)
+        return BufferSpec(self.spec.mesh, (Partial("avg"),) * self.spec.mesh.ndim, self.spec.layout, self.key)
 
     @cached_property
     def accumulator(self) -> BufferSpec:
@@ -101,7 +101,9 @@ class Bound:
         """A gradient of the shard, summed over the axes that cut the buffer, as the average over all axes."""
         placements = self.spec.placements
         replicas = tuple(p if isinstance(p, Shard) else Partial("avg") for p in placements)
-        mean = DBuffer(BufferSpec(self.spec.mesh, replicas, self.spec.layout), gradient).redistribute(placements)
+        mean = DBuffer(BufferSpec(self.spec.mesh, replicas, self.spec.layout, self.key), gradient).redistribute(
+            placements
+        )
         return mean.local_buffer / math.prod(self.spec.mesh.size(axis) for axis in shard_axes(placements))
 
     def params(self, full: DBuffer) -> list[torch.Tensor]:

@@ -13,7 +13,15 @@ from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
 from mfsdp_func.operations.dtensor import to_dtensor
 from mfsdp_func.operations.spec_facts import fact_of, spec_of
 from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step
-from mfsdp_func.values.buffer_spec import BufferSpec, averages, held_tensors, local_numel, local_part, local_view
+from mfsdp_func.values.buffer_spec import (
+    BufferSpec,
+    averages,
+    held_tensors,
+    local_numel,
+    local_part,
+    local_view,
+    named,
+)
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike
 from mfsdp_func.values.placement import Partial, Placement
@@ -37,15 +45,21 @@ class DBuffer:
 
     @classmethod
     def from_local(
-        cls, local_buffer: torch.Tensor, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: Mesh | MeshLike,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
+        *,
+        name: str = "",
     ) -> "DBuffer":
-        """A buffer around this rank's storage, which is not copied.
+        """A buffer around this rank's storage, which is not copied. For `name` see `BufferSpec`.
 
         Raises:
             ValueError: if the storage is not 1-D of the right size, or placements do not fit; see `BufferSpec`.
             TypeError: if an integer buffer is to be averaged.
         """
-        spec = BufferSpec(mesh, placements, layout)
+        spec = BufferSpec(mesh, placements, layout, name)
         if not isinstance(local_buffer, torch.Tensor):
             raise TypeError(f"DBuffer.from_local: got a {type(local_buffer).__name__}, expected a 1-D torch.Tensor")
         if local_buffer.dim() != 1 or local_buffer.numel() != spec.local_numel:
@@ -358,6 +372,8 @@ def _view(buffer: DBuffer, step: Step) -> DBuffer:
     numel = fact_of(local_numel, spec)
     if numel != part.numel:
         local = torch.cat([local, local.new_zeros(numel - part.numel)])  # (`pad` has no zero of some dtypes)
+    if not torch.compiler.is_compiling():  # compiled code does not guard on names
+        spec = named(spec, buffer.spec.name)
     return DBuffer(spec, local)
 
 
@@ -375,9 +391,9 @@ def _communicate(
         return DBuffer(spec_of(target), output), token
     with faults_reported(collective):
         tokens = as_tokens(after)
-        options = check_tensors(collective, (local,), Wanted(), tokens)
+        options = check_tensors(collective, (local,), Wanted(), tokens, of=buffer.spec.name)
     (output,), token = run(collective, options, (local,), tokens, Order(after, stream, async_op))
-    return DBuffer(target, output), token
+    return DBuffer(named(target, buffer.spec.name), output), token
 
 
 def _flatten(buffer: DBuffer) -> tuple[list[torch.Tensor], BufferSpec]:

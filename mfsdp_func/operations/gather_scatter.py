@@ -214,10 +214,15 @@ def _run(
     plan = plan_of_groups(operation, owners, include_own)
     with faults_reported(plan):
         tokens, inputs = as_tokens(order.after), given_tensors(plan, sources)
-        options = check_tensors(plan, inputs, wanted, tokens)
+        options = check_tensors(plan, inputs, wanted, tokens, groups=unnamed(owners))
     outputs, token = run(plan, options, inputs, tokens, order)
     remaining = iter(outputs)  # which `zip` takes last, so that it takes none too many
     return [dict(zip(tensors, remaining, strict=False)) for tensors in plan.local.output_tensors], token
+
+
+def unnamed(owners: Sequence[GroupOwnerLayout]) -> list[GroupOwnerLayout]:
+    """The groups whose plans do not say a name, so that equal ones are told apart by the order of their first use."""
+    return [group for group in owners if not group.name]
 
 
 def given_tensors(plan: Plan, sources: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """What a flat buffer is, apart from its elements: a layout, cut over a mesh by placements."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -10,12 +10,18 @@ from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 from mfsdp_func.values.placement import Partial, Placement, Replicate, Shard, is_flat_shard
 from mfsdp_func.values.ranges import Range, intersect_ranges
-from mfsdp_func.values.value import KeyedValue
+from mfsdp_func.values.value import UNGUARDED_LABEL, KeyedValue
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class BufferSpec(KeyedValue):
     """A mesh, one placement per axis, and a layout: where this rank's local buffer lies.
+
+    Args:
+        mesh: the ranks.
+        placements: one per axis.
+        layout: of the whole buffer.
+        name: for errors and the agreement check; no part of the value, nor of what compiled code guards on.
 
     Raises:
         ValueError: if the placements do not fit the mesh or the layout, a shard stands before another placement, or a
@@ -27,8 +33,11 @@ class BufferSpec(KeyedValue):
     mesh: Mesh
     placements: tuple[Placement, ...]
     layout: GlobalLayout
+    name: str = field(default="", compare=False, metadata=UNGUARDED_LABEL)
 
-    def __init__(self, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout) -> None:
+    def __init__(
+        self, mesh: Mesh | MeshLike, placements: Sequence[Placement], layout: GlobalLayout, name: str = ""
+    ) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
                 "BufferSpec: made inside a compiled region, which could not tell it from equal ones; make it (or a buffer"
@@ -42,6 +51,7 @@ class BufferSpec(KeyedValue):
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placements", chosen)
         object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "name", name)
         self._register()
 
     def __repr__(self) -> str:
@@ -84,8 +94,18 @@ class BufferSpec(KeyedValue):
         return tuple(found)
 
     def replace(self, axis: int, placement: Placement) -> "BufferSpec":
-        """The same buffer with another placement on one axis."""
+        """The same buffer with another placement on one axis, and without a name."""
         return BufferSpec(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]), self.layout)
+
+
+def named(spec: BufferSpec, name: str) -> BufferSpec:
+    """The same buffer under a name."""
+    return spec if spec.name == name else _renamed(spec, name)
+
+
+@lru_cache(maxsize=4096)
+def _renamed(spec: BufferSpec, name: str) -> BufferSpec:
+    return BufferSpec(spec.mesh, spec.placements, spec.layout, name)
 
 
 def _check_placement(mesh: Mesh, placements: Sequence[Placement], axis: int, placement: Placement) -> None:

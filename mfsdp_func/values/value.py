@@ -19,6 +19,8 @@ THIS_RANK_ONLY = {"this rank only": True}
 """Metadata of a field that may differ between ranks which agree: part of equality, not of the digest."""
 LABEL = {"label": True}
 """Metadata of a field that only labels the value; with ``compare=False``."""
+UNGUARDED_LABEL = {"unguarded label": True}
+"""Likewise; no part of the `key` on which compiled code guards."""
 
 
 class Value:
