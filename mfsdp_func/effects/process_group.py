@@ -55,18 +55,20 @@ class ProcessGroups:
             kept = self._ledgers[mesh.digest] = ref(world) if world is not None else _nothing, Ledger()
         return kept[1]
 
-    def _compare_environments(self, mesh: Mesh) -> None:
+    def _compare_environments(self, mesh: Mesh, label: str) -> None:
         """Refuse, at the first use of a mesh, an agreement check that only some ranks switch on for their process."""
         ledger = self.ledger(mesh)
         if ledger.compared or mesh.size() == 1:
             return
         word = "on" if is_set() else "off"
         with temporarily_clear_interpreter_stack():
-            words = self._gather_bytes(mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"first call over {mesh}")
+            words = self._gather_bytes(
+                mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"{label}, the first call over {mesh}"
+            )
         records = {
             rank: {ENVIRONMENT_VARIABLE: other.decode().strip()} for rank, other in zip(mesh.ranks, words, strict=True)
         }
-        compare_facts(f"first call over {mesh}", records)
+        compare_facts(f"{label}, the first call over {mesh}", records)
         ledger.compared = True
 
     def number_of_ranks(self) -> int:
@@ -86,7 +88,7 @@ class ProcessGroups:
         if len(call.mesh.ranks) == 1:
             return _nothing
         if not self.ledger(call.mesh).compared:
-            self._compare_environments(call.mesh)
+            self._compare_environments(call.mesh, call.label)
         group = _group(call.mesh)
         own = torch.cuda.is_available() and set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
         if own and _carries(group, "cuda"):
@@ -118,7 +120,7 @@ class ProcessGroups:
         self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
     ) -> Callable[[], None] | None:
         if not self.ledger(call.mesh).compared:
-            self._compare_environments(call.mesh)
+            self._compare_environments(call.mesh, call.label)
         if not source.is_cuda:
             if collective.kind == "allgather":
                 return None
@@ -139,8 +141,8 @@ class ProcessGroups:
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         if mesh.size() == 1:
             return [record]
-        self._compare_environments(mesh)
-        return self._gather_bytes(mesh, record, _RECORD_TAG, f"the agreement check is on here: {mesh}")
+        self._compare_environments(mesh, "agreement check")
+        return self._gather_bytes(mesh, record, _RECORD_TAG, f"the agreement check is on here, over {mesh}")
 
     def _gather_bytes(self, mesh: Mesh, record: bytes, tag: int, what: str) -> list[bytes]:
         group, device = _group(mesh), self.device(mesh)
@@ -162,7 +164,7 @@ class ProcessGroups:
                 raise RuntimeError(
                     f"{what}: rank {mesh.get_rank()} waited in vain for ranks {list(silent)} to compare what is called;"
                     " all ranks must make the same calls, with agreement_check (or its environment variable) switched"
-                    " alike"
+                    f" alike ({next(iter(silent.values()))})"
                 ) from next(iter(silent.values()))
             _wait(sent)
             by_rank[mesh.get_rank()] = mine
