@@ -8,14 +8,15 @@ import torch
 import mfsdp_func as mf
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
-from tests.faults import SHORT, assert_says, block, catch, shards
+from tests.faults import SHORT, assert_says, block, catch, check_round_trip, shards
 from tests.spawn import RankPool
 
 
 def skip_on_rank_1(rank: int) -> list[str]:
+    mesh = Mesh(2, rank=rank)
+    check_round_trip(mesh)
     if rank == 1:
         return []
-    mesh = Mesh(2, rank=rank)
     _, token = mf.gather(shards(mesh), owner_layout=block(mesh), async_op=True)
     errors = [catch(token.wait) for _ in range(3)]
     assert all(type(error) is type(errors[0]) for error in errors)
