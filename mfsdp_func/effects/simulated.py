@@ -364,7 +364,7 @@ class _SimulatedCarrier:
         for parcel in outgoing:
             payload = packed(parcel.parts).detach().clone()
             mine.payloads.setdefault(parcel.peer, []).append(payload)
-            self._world.trace.append(Sent(call.label, self._state.id, parcel.peer, payload.nbytes))
+            self._world.trace.append(Sent(call.operation or call.label, self._state.id, parcel.peer, payload.nbytes))
         if outgoing and outgoing[0].parts[0].is_cuda:
             mine.copied = torch.cuda.current_stream(outgoing[0].parts[0].device).record_event()
         meeting = self._world.join(self._state, self._kind(call), mine)
