@@ -272,7 +272,9 @@ class _Move(torch.autograd.Function):
         ]
         # The forward link makes this call depend on the forward inputs, see `backward`; of it itself no derivative counts.
         (forward_link,) = ctx.saved_tensors
-        link = forward_link if link is None else link + forward_link
+        # (Inside a jvp rule torch disables forward mode for plain operators, and the sum would lose outer tangents.)
+        with forward_ad._set_fwd_grad_enabled(True):  # pyright: ignore[reportPrivateUsage]
+            link = forward_link if link is None else link + forward_link
         return _Move.apply(link, ctx.linear, replace(ctx.options, forward=False), *known)
 
     @staticmethod

@@ -56,8 +56,12 @@ def draw_nest(seed: int) -> tuple[str, tuple[str, ...]]:
 
 
 def nest(mesh: Mesh, seed: int) -> Counter[str]:
-    """Run one nest and compare; its name, counted."""
-    name, transforms = draw_nest(seed)
+    """Run one drawn nest and compare; its name, counted."""
+    return run_nest(mesh, *draw_nest(seed))
+
+
+def run_nest(mesh: Mesh, name: str, transforms: tuple[str, ...]) -> Counter[str]:
+    """An operation under transforms, the innermost first, against the dense function."""
     operation = OPERATIONS[name]
     program, dense = Program(operation, mesh), partial(operation.dense, mesh=mesh)
 

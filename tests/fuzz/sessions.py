@@ -105,12 +105,17 @@ def _disguise(how: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat, of stride 1 even where it has one element."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
+
+
 def check_equal(found: Mapping[int, torch.Tensor], expected: Tensors, what: str) -> None:
     """The same keys and the same bits."""
     if list(found) != sorted(expected):
         raise AssertionError(f"{what}: tensors {list(found)}, expected {sorted(expected)}")
     for i, tensor in expected.items():
-        a, b = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (found[i], tensor))
+        a, b = (_plain(t) for t in (found[i], tensor))
         if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             raise AssertionError(f"{what}: tensor {i} is {a}, expected {b}")
 

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import mfsdp_func as mf
 from mfsdp_func.values.mesh import Mesh
 from tests.fuzz.applies import SHAPES, apply_session, draw_roles
-from tests.fuzz.nests import nest
+from tests.fuzz.nests import TRANSFORMS, nest, run_nest
 from tests.fuzz.sessions import draw_mesh, session
 from tests.meshes import MeshFacts, mesh_on_rank
 from tests.spawn import RankPool
@@ -94,6 +95,12 @@ def say(capsys: pytest.CaptureFixture[str], kind: str, where: str, number: int, 
 def test_a_few_simulated(kind: str) -> None:
     for seed in range({"sessions": 20, "nests": 10, "applies": 3}[kind]):
         simulate_one(kind, seed, 6 if kind == "sessions" else 4)
+
+
+@pytest.mark.parametrize("pair", list(product(TRANSFORMS, repeat=2)), ids="-".join)
+def test_every_pair_of_transforms(pair: tuple[str, str]) -> None:
+    """Around `gather`, where one rank holds nothing of a group and one owns nothing."""
+    mf.simulate(lambda mesh: run_nest(mesh, "gather", pair), 2, ranks=(1, 0))
 
 
 @pytest.mark.distributed
