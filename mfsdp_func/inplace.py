@@ -1,6 +1,7 @@
 """`gather` and `scatter` into the caller's own tensors: the one place where this library writes into an argument."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -9,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_func.effects.blocks import find_overlap
 from mfsdp_func.effects.call import Wanted, are_alike, check_tensors, faults_reported
 from mfsdp_func.effects.move import is_untransformed, launch
+from mfsdp_func.fsdp.sharded_module import ShardedModule
+from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups, unnamed
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.values.layout import GlobalLayout
@@ -74,6 +77,62 @@ def scatter_coalesced(
 ) -> None:
     """`scatter` of several groups of one mesh in one exchange; see `mfsdp_func.scatter_coalesced`. Errors: as `gather`'s."""
     _move_into("scatter", owner_layouts, sources, destinations)
+
+
+def accumulate(
+    loss: Callable[[Any], torch.Tensor],
+    apply: ShardedModule,
+    params: Mapping[str, DBuffer],
+    accumulator: Mapping[str, DBuffer],
+    *args: Any,
+) -> torch.Tensor:
+    """Add one micro-batch's gradients to an accumulator, unit by unit as the backward pass makes them.
+
+        accumulator = apply.init_accumulator(params)
+        for batch in batches:
+            value = mf.inplace.accumulate(lambda output: loss(output) / len(batches), apply, params, accumulator, batch)
+        gradients = apply.reduce(accumulator)
+
+    The pure form, `ShardedModule.accumulate`, holds a second accumulator.
+
+    Args:
+        loss: a scalar of the module's results.
+        apply: see `fully_shard`.
+        params: the sharded parameters.
+        accumulator: what `apply.init_accumulator` made; it is written into.
+        *args: of the module's forward.
+
+    Returns:
+        The loss, detached.
+
+    Raises:
+        RuntimeError: under a `torch.func` transform or in a compiled region, which take the pure form.
+        ValueError, TypeError: see `ShardedModule`.
+    """
+    if torch.compiler.is_compiling() or not is_untransformed():
+        raise RuntimeError(
+            "inplace.accumulate cannot run under a torch.func transform or in a compiled region; use apply.accumulate, which"
+            " gives the gradients back"
+        )
+    leaves: dict[str, DBuffer] = {}
+    for key, buffer in accumulator.items():
+        # Its values do not count, only where its gradient is added: into the accumulator itself.
+        leaf = buffer.local_buffer.data.requires_grad_()
+        leaf.grad = buffer.local_buffer.detach()
+        leaves[key] = DBuffer(buffer.spec, leaf)
+    with torch.enable_grad():
+        value = loss(apply.accumulate({key: _detached(buffer) for key, buffer in params.items()}, leaves, *args))
+        value.backward()
+    increment_version([buffer.local_buffer for buffer in accumulator.values()])
+    for key, buffer in accumulator.items():
+        added = leaves[key].local_buffer.grad
+        if added is not None and added.data_ptr() != buffer.local_buffer.data_ptr():
+            buffer.local_buffer.copy_(added)
+    return value.detach()
+
+
+def _detached(buffer: DBuffer) -> DBuffer:
+    return DBuffer(buffer.spec, buffer.local_buffer.detach())
 
 
 def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]

@@ -106,8 +106,7 @@ def fully_shard(
     choices = _choices(module, places, placements, chosen)
     device = _device(module, value, chosen)
     skeleton = copy_without_parameters(module, device)
-    values = Values(module, device, chosen)
-    values.fill_buffers(skeleton)
+    values = Values(module, skeleton, device, chosen)
     bound = {key: _bind(group, value, placements, choices) for key, group in groups.items()}
     params: dict[str, DBuffer] = {}
     seen = hashlib.sha256(repr(groups.keys()).encode()) if checking() else None
@@ -119,6 +118,7 @@ def fully_shard(
         for tensor in full if seen is not None else ():
             seen.update(bytes_of(tensor))  # pyright: ignore[reportOptionalMemberAccess]
         del full
+    values.finish()
     if seen is not None:
         label = "fully_shard with these placements, names and values of parameters"
         agree(carrier_of(value), Call(label, seen.hexdigest(), value, None, (), None, True))

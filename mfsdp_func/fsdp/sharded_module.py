@@ -20,6 +20,7 @@ from mfsdp_func.fsdp.graph import hooks_allowed
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
+from mfsdp_func.fsdp.state import check_loaded, whole_tensors, with_loaded
 from mfsdp_func.fsdp.table import table
 from mfsdp_func.fsdp.unit import call_of_node
 from mfsdp_func.operations.dbuffer import DBuffer
@@ -133,6 +134,77 @@ class ShardedModule:
     def eval(self) -> "ShardedModule":
         """The same as ``train(False)``."""
         return self.train(False)
+
+    def call(self, method: str, sharded_params: Params, *args: Any, **kwargs: Any) -> Any:
+        """The results of another method of the module than its forward: ``apply.call("generate", params, tokens)``.
+
+        Units gather their parameters there as in `apply`. Errors: as `apply`, and AttributeError where the module has no
+        such method.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self._call_in_graph("_invoke", (sharded_params,), (method, *args), kwargs)
+        return self._invoke(sharded_params, method, *args, **kwargs)
+
+    def load(self, state_dict: Mapping[str, torch.Tensor], sharded_params: Params, *, cast: bool = False) -> Params:
+        """Sharded parameters with the values of a plain state dict, of which each rank reads its own parts.
+
+        Args:
+            state_dict: whole tensors (memory-mapped or not) or DTensors, by any name of a parameter or a module buffer;
+                some of them, or all. Alike on all ranks.
+            sharded_params: values of the others.
+            cast: whether other dtypes are converted.
+
+        Returns:
+            New buffers for the trainable parameters. Frozen parameters and module buffers change inside `apply`.
+
+        Raises:
+            ValueError: on a name that is unknown, or another shape.
+            TypeError: on another dtype. In both cases before anything has changed.
+        """
+        self._check(sharded_params, "sharded_params")
+        buffers = self.named_buffers()
+        check_loaded(state_dict, self.places, self.bound, buffers, cast=cast)
+        given: dict[str, dict[int, torch.Tensor]] = {}
+        for name, tensor in state_dict.items():
+            if name in self.places:
+                key, i = self.places[name]
+                given.setdefault(key, {})[i] = tensor
+        both = {**sharded_params, **self.frozen_params}
+        made = {key: with_loaded(self.bound[key], both[key], tensors) for key, tensors in given.items()}
+        with torch.no_grad():
+            for name in state_dict.keys() - self.places.keys():
+                buffers[name].copy_(state_dict[name])
+        self.frozen_params |= {key: made[key] for key in self.frozen_params if key in made}
+        return {key: made.get(key, buffer) for key, buffer in sharded_params.items()}
+
+    def state_dict(self, sharded_params: Params, whole: bool = False) -> dict[str, torch.Tensor]:
+        """All parameters and persistent module buffers by name.
+
+        Args:
+            sharded_params: the trainable parameters.
+            whole: whether to give whole tensors, on the first rank of the mesh alone (the others get an empty dict); else
+                parameters are DTensors, see `to_dtensors`.
+
+        Effects: every rank calls. Whole tensors are gathered to that rank one at a time.
+        """
+        self._check(sharded_params, "sharded_params")
+        if not whole:
+            return {**self.to_dtensors(sharded_params), **self._persistent_buffers()}
+        both, first = {**sharded_params, **self.frozen_params}, next(iter(self.bound.values())).spec.mesh.ranks[0]
+        found: dict[tuple[str, int], torch.Tensor] = {}
+        for key, bound in self.bound.items():
+            found |= {(key, i): tensor for i, tensor in whole_tensors(bound, both[key], first)}
+        if not found:
+            return {}
+        return {**{name: found[place] for name, place in self.places.items()}, **self._persistent_buffers()}
+
+    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for prefix, sub in self._skeleton.named_modules(remove_duplicate=False):
+            for leaf, buffer in sub._buffers.items():
+                if buffer is not None and leaf not in sub._non_persistent_buffers_set:
+                    found[f"{prefix}.{leaf}".lstrip(".")] = buffer.detach().clone()
+        return found
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The module's own buffers, such as running statistics: whole on every rank, by qualified name."""
@@ -274,13 +346,25 @@ class ShardedModule:
             for (owner, leaf), buffer in zip(self._buffer_places, before, strict=True):
                 owner[leaf] = buffer
 
+    def _invoke(self, sharded_params: Params, method: str, *args: Any, **kwargs: Any) -> Any:
+        if not callable(getattr(self._skeleton, method, None)):
+            raise AttributeError(f"apply.call: {type(self._skeleton).__name__} has no method {method!r}")
+        return self._call(sharded_params, None, args, kwargs, method)
+
     def _apply(self, sharded_params: Params, *args: Any, **kwargs: Any) -> Any:
         return self._call(sharded_params, None, args, kwargs)
 
     def _accumulate(self, sharded_params: Params, accumulator: Params, *args: Any, **kwargs: Any) -> Any:
         return self._call(sharded_params, accumulator, args, kwargs)
 
-    def _call(self, params: Params, accumulator: Params | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        params: Params,
+        accumulator: Params | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "__call__",
+    ) -> Any:
         self._check(params, "sharded_params")
         if accumulator is not None:
             self._check(accumulator, "accumulator", accumulates=True)
@@ -301,7 +385,7 @@ class ShardedModule:
         before = self._current.set(run)
         try:
             with run.held(), hooks_allowed():
-                result = self._skeleton(*args, **kwargs)
+                result = getattr(self._skeleton, method)(*args, **kwargs)
         finally:
             self._current.reset(before)
             run.ended = True
