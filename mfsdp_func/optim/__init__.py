@@ -61,6 +61,7 @@ from mfsdp_func.optim.schedules import (
     warmup_cosine_decay_schedule,
     warmup_exponential_decay_schedule,
 )
+from mfsdp_func.optim.torch_decisions import GradScaler
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates
 
@@ -76,6 +77,7 @@ __all__ = [
     "EmaState",
     "EmptyState",
     "Facts",
+    "GradScaler",
     "GradientTransformation",
     "InjectHyperparamsState",
     "LearningRate",

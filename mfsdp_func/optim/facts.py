@@ -1,6 +1,7 @@
 """What all ranks must know alike before they clip, skip or count: one all-reduce of two numbers."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,26 @@ def facts_of(updates: Any, where: Where, count: Count | None = None) -> Facts:
         ValueError: if there are several ranks and nothing tells which of them decide together, or how a tensor lies.
         TypeError: on integers.
     """
+    local = local_facts(updates, where)
+    zero = local.squares
+    counted = torch.zeros_like(zero) if count is None else torch.zeros_like(zero) + count
+    numbers = over_all_ranks(torch.stack([zero, counted.reshape(())]), local.specs, where, local.plain)
+    return Facts(numbers[0], numbers[1])
+
+
+class LocalFacts(NamedTuple):
+    """What one rank finds in its own gradients."""
+
+    squares: torch.Tensor
+    """Its part of `Facts.squares`."""
+    specs: tuple[BufferSpec, ...]
+    """Of buffers among the gradients."""
+    plain: bool
+    """Whether there are plain tensors."""
+
+
+def local_facts(updates: Any, where: Where, power: float = 2.0) -> LocalFacts:
+    """This rank's part of the facts; with another `power` than 2, of that norm (the largest element for infinity)."""
     once, plain = _Once(where), False
     parts: list[tuple[bool, torch.Tensor]] = []
     specs: list[BufferSpec] = []
@@ -107,23 +128,30 @@ def facts_of(updates: Any, where: Where, count: Count | None = None) -> Facts:
         else:
             plain = True
             parts.append((once.of(key), leaf))
-    spec = _reduction(specs, where, plain)
-    device = parts[0][1].device if parts else count.device if isinstance(count, torch.Tensor) else None
+    device = parts[0][1].device if parts else None
     zero = torch.zeros((), dtype=torch.float64, device=device)
     squares = [zero]
     for first, part in parts:
         if not (part.is_floating_point() or part.is_complex()):
             raise TypeError(f"gradients must be floating-point numbers, got a tensor of {part.dtype}")
-        square = power_of(part).to(device)
+        if not part.numel():
+            continue
+        square = power_of(part, power).to(device)
         finite = square.isfinite()
         if part.dtype in (torch.float64, torch.complex128):  # whose squares may overflow where the elements are finite
             finite = part.isfinite().all().to(device)
         squares.append(torch.where(finite, square if first else zero, torch.nan))
-    counted = zero if count is None else zero + count
-    numbers = torch.stack([torch.stack(squares).sum(), counted.reshape(())])
-    if spec is not None:
-        numbers = summed_over(spec, numbers)
-    return Facts(numbers[0], numbers[1])
+    stacked = torch.stack(squares)
+    return LocalFacts(stacked.max() if math.isinf(power) else stacked.sum(), tuple(specs), plain)
+
+
+def over_all_ranks(numbers: torch.Tensor, specs: Sequence[BufferSpec], where: Where, plain: bool) -> torch.Tensor:
+    """The sums of 1-D `numbers`, at most two, over the ranks that decide together; see `facts_of`."""
+    spec = reduction(specs, where, plain)
+    if spec is None:
+        return numbers
+    padded = torch.cat([numbers, numbers.new_zeros(2 - numbers.numel())]) if numbers.numel() < 2 else numbers
+    return summed_over(spec, padded)[: numbers.numel()]
 
 
 def _leaves(tree: Any, key: Any = None) -> list[tuple[Any, Any]]:
@@ -172,7 +200,7 @@ def _owner_counts(key: str) -> bool:
     return is_first_replica(owners.mesh, owners.placements)
 
 
-def _reduction(specs: list[BufferSpec], where: Where, plain: bool) -> BufferSpec | None:
+def reduction(specs: Sequence[BufferSpec], where: Where, plain: bool) -> BufferSpec | None:
     """The sum that makes the facts; None where this process decides alone."""
     keys = [spec.key for spec in specs] + [spec.key for _, spec in where.specs]
     layouts: list[str] = []

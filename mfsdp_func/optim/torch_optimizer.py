@@ -1,10 +1,10 @@
 """A `torch.optim.Optimizer` over a functional step, for training loops that hold one."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from types import FunctionType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -12,36 +12,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.agreement import checking, report_fault
+from mfsdp_func.effects.groups import number_of_ranks
 from mfsdp_func.effects.here import carrier_of
-from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.optim.torch_decisions import clip_gradients, decide_over, gradient_of
+from mfsdp_func.optim.torch_groups import (
+    COMPLAINT,
+    Group,
+    GroupParams,
+    Make,
+    as_groups,
+    by_key,
+    is_buffered,
+    is_plain,
+    local_of,
+    parameter_of,
+    refuse_shards,
+    refuse_unknown,
+    settings_of,
+)
 from mfsdp_func.optim.transformation import GradientTransformation, apply_updates
-from mfsdp_func.values.buffer_spec import BufferSpec, local_part
+from mfsdp_func.values.buffer_spec import local_part
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
-
-Make: TypeAlias = Callable[[torch.Tensor], GradientTransformation[Any]]
-"""Makes a transformation from its learning rate: ``adamw``, or ``lambda lr: muon(lr, owner_layout=owners)``."""
-
-GroupParams: TypeAlias = DBuffer | Mapping[Hashable, torch.Tensor] | Iterable[torch.Tensor]
-"""The parameters of a group: a flat buffer; tensors (or shards) by key; or tensors whose keys are 0, 1, ..."""
-
-_COMPLAINT = "give each parameter group a function from a 0-D learning rate to a transformation, such as optim.adamw"
-
-
-@dataclass(frozen=True)
-class _Group:
-    """What a parameter group is to its transformation. All tensors stay the same objects, and change in place."""
-
-    make: Make
-    rate: torch.Tensor
-    keys: tuple[Hashable, ...]
-    spec: BufferSpec | None
-    state: Any
-
-    def tensors(self, locals_: list[torch.Tensor]) -> dict[Hashable, torch.Tensor]:
-        """This rank's tensors by key, as views of one local tensor per parameter."""
-        if self.spec is not None:
-            return cast("dict[Hashable, torch.Tensor]", DBuffer(self.spec, locals_[0]).tensor_views())
-        return dict(zip(self.keys, locals_, strict=True))
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -49,6 +40,13 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     Every rank calls `step`, also with groups in which it holds nothing (``"params": {}``): owners compute for others.
     Groups, and the transformations that communicate, stand in the same order on all ranks.
+
+    Everything that a group sets is handed to its transformation, as it is at each step: ``weight_decay``, ``betas``,
+    ``momentum``, ``eps`` and what else the function takes (``functools.partial(muon, owner_layout=owners)`` takes all that
+    `muon` takes). What it does not know is refused.
+
+    Norms: `clip_grad_norm_` sees all ranks. `torch.nn.utils.clip_grad_norm_` on flat parameters or shards sees one rank's
+    part alone, and clips each rank by another norm. With `torch.amp`, use `mfsdp_func.optim.GradScaler`.
 
     Learning-rate schedulers work: each step makes its transformations anew (in a compiled step while tracing) from a
     tensor that holds the group's ``"lr"``, so that no change of it compiles anything again.
@@ -60,9 +58,12 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters of one group, or a list of groups: dicts with "params" (see `GroupParams`), and optionally
-            "lr" and "transformation". Shards are those that the transformation expects, and lie in ``.grad`` likewise.
+            "lr", "transformation", settings of it, "name", and "tensors": which tensors of the buffers the group trains,
+            by the keys of `partition` (so that a buffer may serve several groups, with learning rates of their own).
+            Shards are those that the transformation expects, and lie in ``.grad`` likewise.
             Of DTensors (FSDP2), the local tensors are meant. Of a `DBuffer`, the local buffer is the parameter
-            (call ``requires_grad_`` on it), and the transformation sees the tensors by index.
+            (which is made to require gradients), and the transformation sees the tensors by index; of a dict of buffers,
+            such as `fully_shard` returns, by ``(key, index)``.
         transformation: makes the transformation of groups that bring none of their own; see `Make`.
         lr: learning rate of groups that have none.
         compile: run the whole of `step` in one ``torch.compile(fullgraph=True)`` region; a string names a backend.
@@ -99,37 +100,81 @@ class TorchOptimizer(torch.optim.Optimizer):
         mesh: Mesh | MeshLike | None = None,
     ) -> None:
         self._make = transformation
-        self._groups: list[_Group] = []
-        self._indices: list[dict[str, int]] = []
+        self._groups: list[Group] = []
+        self._indices: list[dict[tuple[int, str], int]] = []
+        self._agreed = False
         _ALL.add(self)
         self._mesh = None if mesh is None else as_mesh(mesh)
         self._compile = compile
         self._run = _compiled(compile)
-        super().__init__(_as_groups(params), {"lr": lr})
+        super().__init__(as_groups(params), {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see the class."""
         group = dict(param_group)
         given: GroupParams = group["params"]
         make = group.pop("transformation", self._make)
+        only = group.pop("tensors", None)
         if isinstance(make, GradientTransformation) or not callable(make):
-            raise TypeError(f"TorchOptimizer: got {type(make).__name__} as transformation; {_COMPLAINT}")
-        named = _by_key(given)
-        super().add_param_group(group | {"params": list(named.values())})
+            raise TypeError(f"TorchOptimizer: got {type(make).__name__} as transformation; {COMPLAINT}")
+        checked = cast("Make", make)
+        known = settings_of(checked)
+        refuse_unknown(checked, known, group)
+        defaults = {name: value for name, value in known.items() if is_plain(value)}
+        leaves = by_key(given)
+        named = {key: parameter_of(leaf) for key, leaf in leaves.items()}
+        specs = tuple([getattr(leaf, "spec", None) for leaf in leaves.values()])
+        # A buffer may serve several groups: torch refuses a parameter that it has seen.
+        seen = {id(param) for other in self.param_groups for param in other["params"]}
+        shared = {id(param) for param, spec in zip(named.values(), specs, strict=True) if spec and only is not None}
+        fresh = [param for param in named.values() if not (id(param) in seen and id(param) in shared)]
+        super().add_param_group({**defaults, **group, "params": fresh})
+        self.param_groups[-1]["params"] = list(named.values())
         lr = self.param_groups[-1]["lr"]
         if not lr >= 0:
             raise ValueError(f"TorchOptimizer: lr must be a number >= 0, got {lr}")
-        locals_ = [_local(param) for param in named.values()]
+        locals_ = [local_of(param) for param in named.values()]
         rate = torch.zeros((), dtype=torch.float64, device=locals_[0].device if locals_ else None)
-        spec = given.spec if isinstance(given, DBuffer) else None
-        self._mesh = self._mesh or (spec.mesh if spec else None)
+        self._mesh = self._mesh or next((spec.mesh for spec in specs if spec), None)
         with torch.no_grad():
-            made = _Group(cast("Make", make), rate, tuple(named), spec, None)
-            transformation = made.make(rate)
-            _refuse_shards(transformation, made.tensors(locals_), spec, named)
-            made = replace(made, state=transformation.init(made.tensors(locals_)))
+            chosen = None if only is None else frozenset[Any](only)
+            made = Group(checked, rate, tuple(named), specs, is_buffered(given), chosen, frozenset(known))
+            self._refuse_claimed(made, list(named.values()))
+            transformation = made.make(rate, **self._settings(made, self.param_groups[-1]))
+            if transformation.needs.host_count:
+                raise ValueError(
+                    "TorchOptimizer: its transformation accumulates gradients; call backward several times before step,"
+                    " which adds up in .grad, instead"
+                )
+            refuse_shards(transformation, made, named)
+            made = replace(made, where=transformation.needs.where, state=transformation.init(made.tensors(locals_)))
         self._groups.append(made)
         self._indices.append(self._publish(made, list(named.values())))
+
+    def _settings(self, made: Group, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What a group says to its transformation. In compiled steps numbers are tensors, which never compile again."""
+        settings = {name: value for name, value in group.items() if name in made.settings}
+        if not self._compile:
+            return settings
+
+        def tensor(value: Any) -> torch.Tensor:
+            return torch.as_tensor(value, dtype=torch.float64, device=made.rate.device)
+
+        for name, value in settings.items():
+            if isinstance(value, float):
+                settings[name] = tensor(value)
+            elif name == "betas":
+                settings[name] = tuple(map(tensor, value))
+        return settings
+
+    def _refuse_claimed(self, made: Group, params: list[torch.Tensor]) -> None:
+        """Refuse a tensor of a buffer that another group trains."""
+        mine = {(id(params[n]), i) for n, i in made.places().values()}
+        for other, group in zip(self._groups, self.param_groups, strict=False):
+            for key, (n, i) in other.places().items():
+                if (id(group["params"][n]), i) in mine:
+                    del self.param_groups[-1]
+                    raise ValueError(f"TorchOptimizer: tensor {key!r} appears in more than one parameter group")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -148,16 +193,56 @@ class TorchOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if skip is not None and not self._agreed and self._several_ranks():
+            raise RuntimeError(
+                "TorchOptimizer.step: a torch.amp.GradScaler decides on each rank alone whether to skip, so that ranks part"
+                " (and owners wait for ever); use mfsdp_func.optim.GradScaler, which has the same arguments"
+            )
         self._check_gradients()
         params: list[dict[Hashable, torch.Tensor]] = []
         grads: list[dict[Hashable, torch.Tensor]] = []
+        settings: list[dict[str, Any]] = []
         for made, group in zip(self._groups, self.param_groups, strict=True):
             made.rate.fill_(group["lr"])
-            params.append(made.tensors([_local(param) for param in group["params"]]))
-            grads.append(made.tensors([_gradient(param) for param in group["params"]]))
+            params.append(made.tensors([local_of(param) for param in group["params"]]))
+            given = [gradient_of(param) for param in group["params"]]
+            grads.append(made.tensors(given if scale is None else [grad / scale.to(grad.device) for grad in given]))
+            settings.append(self._settings(made, group))
         makes, rates, states = zip(*[(made.make, made.rate, made.state) for made in self._groups], strict=True)
-        self._run(makes, rates, params, grads, states)
+        self._run(makes, rates, tuple(settings), params, grads, states, None if skip is None else skip > 0)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells a grad scaler to hand over ``grad_scale`` and ``found_inf``, and to call `step` in any case."""
+        return True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Multiply all gradients by one number, so that their norm over all ranks is at most `max_norm`. Every rank calls.
+
+        Replicas count once, padding never. One all-reduce of 16 bytes (of an all-gather, for the largest element), over
+        the ranks that step together: those of the buffers, of owner layouts, of DTensors, or ``mesh=`` of the optimizer.
+
+        Args:
+            max_norm: a positive number.
+            norm_type: 2, or ``math.inf`` for the largest element.
+
+        Returns:
+            The norm before: 0-D, float64, alike on all ranks.
+
+        Raises:
+            ValueError: on another number; or if nothing tells which ranks step together.
+        """
+        return clip_gradients(self._groups, self.param_groups, self._mesh, max_norm, norm_type)
+
+    def over_all_ranks(self, number: torch.Tensor) -> torch.Tensor:
+        """The sum of a 0-D number over the ranks that step together."""
+        return decide_over(self._groups, self.param_groups, self._mesh, number)
+
+    def _several_ranks(self) -> bool:
+        return number_of_ranks() > 1 and (self._mesh is None or self._mesh.size() > 1)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by parameter number and name, as `torch.optim.Optimizer` gives it.
@@ -169,16 +254,14 @@ class TorchOptimizer(torch.optim.Optimizer):
 
         packed = super().state_dict()
         for made, indices, group in zip(self._groups, self._indices, packed["param_groups"], strict=True):
-            spec = made.spec
-            if spec is None or not spec.is_sharded or group["params"][0] not in packed["state"]:
-                continue
-            number: int = group["params"][0]
-            held = dict(packed["state"][number])
-            for name, i in indices.items():
-                part = local_part(spec, i)
+            for (n, name), i in indices.items():
+                spec, number = made.specs[n], group["params"][n]
+                if spec is None or not spec.is_sharded:
+                    continue
+                part, held = local_part(spec, i), dict(packed["state"][number])
                 if held[name].numel() == part.numel:
                     held[name] = BoxTensor(held[name], spec.layout.tensor_shapes[i], part)
-            packed["state"][number] = held
+                packed["state"][number] = held
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,7 +298,13 @@ class TorchOptimizer(torch.optim.Optimizer):
                         f" {tuple(tensor.shape)}, got {'nothing' if value is None else tuple(value.shape)}; load the"
                         " state of an optimizer with the same transformations and layout"
                     )
-                copies.append((_local(tensor), _local(value)))
+                copies.append((local_of(tensor), local_of(value)))
+        for shared in [key for key in own if not isinstance(key, torch.Tensor)]:
+            for name, tensor in own[shared].items():
+                value = given["state"].get(shared, {}).get(name)
+                if value is None or value.shape != tensor.shape:
+                    raise KeyError(f"TorchOptimizer.load_state_dict: state {name!r}, which this rank owns, is missing")
+                copies.append((tensor, value))
         for tensor, value in copies:
             tensor.copy_(value)
 
@@ -229,40 +318,51 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._run = _compiled(self._compile)
             _ALL.add(self)
 
-    def _publish(self, made: _Group, params: list[torch.Tensor]) -> dict[str, int]:
+    def _publish(self, made: Group, params: list[torch.Tensor]) -> dict[tuple[int, str], int]:
         """Let `state` show the state's tensors, each under the parameters to which it belongs.
 
+        Tensors of no parameter of this rank, such as those that an owner holds for others, are under ``"owned"``. Names
+        come from the state's structure, which is the same on all ranks.
+
         Returns:
-            Of a flat buffer, name in the state -> tensor index.
+            Of buffers, (number of the parameter, name in the state) -> tensor index.
         """
-        indices: dict[str, int] = {}
-        flat = made.spec is not None
-        keys = made.tensors([_local(param) for param in params])
-        places = {key: 0 if flat else n for n, key in enumerate(keys)}
-        leaves = pytree.tree_flatten_with_path(made.state)[0]
-        owners: list[tuple[tuple[Any, ...], int]] = []
+        indices: dict[tuple[int, str], int] = {}
+        places, buffered = made.places(), {n for n, spec in enumerate(made.specs) if spec is not None}
+        leaves = cast("list[tuple[tuple[Any, ...], torch.Tensor]]", pytree.tree_leaves_with_path(made.state))
         shared: list[tuple[tuple[Any, ...], torch.Tensor]] = []
+        owners: list[tuple[tuple[Any, ...], int]] = []
         for path, leaf in leaves:
-            key = next((k.key for k in path if isinstance(k, pytree.MappingKey) and k.key in places), None)
-            if key is None:
+            keys = [k.key for k in path if isinstance(k, pytree.MappingKey)]
+            key = next((k for k in keys if k in places), None)
+            if key is not None:
+                n, i = places[key]
+                owners.append((path, n))
+                name = self._show(params[n], path, _wrapped(leaf, params[n]), "" if i is None else f".{i}")
+                if i is not None:
+                    indices[n, name] = i
+            elif keys:
+                self._show_owned(path, leaf)
+            else:
                 shared.append((path, leaf))
-                continue
-            param = params[places[key]]
-            owners.append((path, places[key]))
-            name = self._show(param, path, _wrapped(leaf, param), f".{key}" if flat else "")
-            if flat:
-                indices[name] = cast("int", key)
-        for path, leaf in shared:  # it belongs to all parameters whose tensors lie beside or below it
-            for n in sorted({n for other, n in owners if other[: len(path) - 1] == path[:-1]}):
+        for (
+            path,
+            leaf,
+        ) in shared:  # it belongs to all parameters whose tensors lie beside or below it, and to all buffers
+            beside = {n for other, n in owners if other[: len(path) - 1] == path[:-1]} | buffered
+            for n in sorted(beside):
                 self._show(params[n], path, leaf, "")
         return indices
+
+    def _show_owned(self, path: tuple[Any, ...], leaf: torch.Tensor) -> None:
+        self.state["owned"][f"{len(self._groups) - 1}{pytree.keystr(path)}"] = leaf  # pyright: ignore[reportArgumentType]
 
     def _show(self, param: torch.Tensor, path: tuple[Any, ...], leaf: torch.Tensor, suffix: str) -> str:
         """Name a leaf by its field in the state, and where that is taken, by its whole path."""
         fields = ".".join(key.name for key in path if isinstance(key, pytree.GetAttrKey))
-        held = self.state[param]
-        short = fields + suffix
-        name = short if fields and short not in held else pytree.keystr(path)
+        held, whole = self.state[param], pytree.keystr(path)
+        names = (fields and fields + suffix, whole, f"{len(self._groups) - 1}{whole}")
+        name = next(name for name in names if name and name not in held)
         held[name] = leaf
         return name
 
@@ -272,7 +372,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             f"{key!r} of group {n}"
             for n, (made, group) in enumerate(zip(self._groups, self.param_groups, strict=True))
             for key, param in zip(made.keys, group["params"], strict=True)
-            if param.grad is None and _local(param).numel()
+            if param.grad is None and local_of(param).numel()
         ]
         if not missing:
             return
@@ -290,16 +390,18 @@ class TorchOptimizer(torch.optim.Optimizer):
 def _advance(
     makes: tuple[Make, ...],
     rates: tuple[torch.Tensor, ...],
+    settings: tuple[dict[str, Any], ...],
     params: list[dict[Hashable, torch.Tensor]],
     grads: list[dict[Hashable, torch.Tensor]],
     states: tuple[Any, ...],
+    skip: torch.Tensor | None,
 ) -> None:
-    """One step of every group; writes into `params` and `states`."""
-    for make, rate, param, grad, state in zip(makes, rates, params, grads, states, strict=True):
-        updates, new_state = make(rate).update(grad, state, param)
+    """One step of every group; writes into `params` and `states`, what was there where `skip` holds."""
+    for make, rate, given, param, grad, state in zip(makes, rates, settings, params, grads, states, strict=True):
+        updates, new_state = make(rate, **given).update(grad, state, param)
         new = pytree.tree_leaves((apply_updates(param, updates), new_state))
         for old, value in zip(pytree.tree_leaves((param, state)), new, strict=True):
-            old.copy_(value)
+            old.copy_(value if skip is None else torch.where(skip.to(old.device), old, value))
 
 
 def _compiled(compile: bool | str) -> Callable[..., None]:
@@ -311,52 +413,13 @@ def _compiled(compile: bool | str) -> Callable[..., None]:
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
 
 
-def _as_groups(params: GroupParams | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(params, (DBuffer, Mapping, torch.Tensor)):
-        return [{"params": params}]
-    listed: list[Any] = list(params)
-    if listed and all(isinstance(group, Mapping) for group in listed):
-        return [dict(group) for group in listed]
-    return [{"params": listed}]
-
-
-def _refuse_shards(
-    transformation: GradientTransformation[Any],
-    tensors: Mapping[Hashable, torch.Tensor],
-    spec: BufferSpec | None,
-    params: Mapping[Hashable, torch.Tensor],
-) -> None:
-    if not transformation.whole:
-        return
-    for key, tensor in tensors.items():
-        if transformation.whole is not True and key not in transformation.whole:
-            continue
-        whole = spec.layout.tensor_shapes[cast("int", key)] if spec is not None else params[key].shape
-        if tensor.shape != whole:
-            raise ValueError(
-                f"TorchOptimizer: tensor {key!r} is a shard of shape {tuple(tensor.shape)} of {tuple(whole)}, but its"
-                " transformation needs whole tensors; give muon an owner layout:"
-                " lambda lr: muon(lr, owner_layout=owners)"
-            )
-
-
-def _by_key(given: GroupParams) -> dict[Hashable, torch.Tensor]:
-    if isinstance(given, DBuffer):
-        return {"local_buffer": given.local_buffer}
-    if isinstance(given, Mapping):
-        return {**cast("Mapping[Hashable, torch.Tensor]", given)}
-    listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
-    pairs: Any = listed if listed and isinstance(listed[0], tuple) else enumerate(listed)
-    return dict[Hashable, torch.Tensor](pairs)
-
-
 def storages_written_in_place() -> set[int]:
     """The storages that steps of living `TorchOptimizer`s write into: parameters and states."""
     found: set[int] = set()
     for optimizer in _ALL:
         params = (param for group in optimizer.param_groups for param in group["params"])
         leaves = pytree.tree_leaves([made.state for made in optimizer._groups])
-        found |= {_local(tensor).untyped_storage()._cdata for tensor in (*params, *leaves)}
+        found |= {local_of(tensor).untyped_storage()._cdata for tensor in (*params, *leaves)}
     return found
 
 
@@ -371,25 +434,9 @@ def _unwrapped(value: Any, own: torch.Tensor) -> Any:
     return local.view(own.shape)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _gradient(param: torch.Tensor) -> torch.Tensor:
-    if param.grad is None:
-        return torch.zeros_like(_local(param))
-    if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
-        raise ValueError(
-            f"TorchOptimizer.step: a gradient is {param.grad.placements}, its parameter {param.placements};"
-            " redistribute the gradient first"
-        )
-    return _local(param.grad)
-
-
 def _wrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """State as checkpoints of DTensors expect it."""
-    if not isinstance(param, DTensor) or tensor.shape != _local(param).shape:
+    if not isinstance(param, DTensor) or tensor.shape != local_of(param).shape:
         return tensor
     return DTensor.from_local(
         tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
