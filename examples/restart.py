@@ -56,12 +56,12 @@ class Checkpoints:
             return None
         if first:
             for line in found.skipped:
-                print(f"passed over: {line}")
+                print(f"passed over: {line}", flush=True)
         state = mf.checkpoint.load(
             found, like, names=self._names, progress=bar(f"load {found.name}") if first else None
         )
         if first:
-            print(f"resumed from {found}")
+            print(f"resumed from {found}", flush=True)
         return state
 
     def after(self, step: int, state: Callable[[], Any], *, last: bool = False) -> None:

@@ -72,7 +72,7 @@ def test_killed_ranks_end_with_the_weights_of_a_quiet_run(tmp_path: Path) -> Non
             continue
         before = len(list((tmp_path / "killed").glob("step-*")))
         while len(list((tmp_path / "killed").glob("step-*"))) == before and process.poll() is None:
-            if time.monotonic() > deadline or generator.random() < 0.002:  # now and then before anything is saved
+            if time.monotonic() > deadline or generator.random() < 0.0002:  # now and then before anything is saved
                 break
             time.sleep(0.02)
         time.sleep(generator.uniform(0, 0.3))
@@ -82,7 +82,9 @@ def test_killed_ranks_end_with_the_weights_of_a_quiet_run(tmp_path: Path) -> Non
     end(process, log)
     assert killed == KILLS, log.read_text()[-5000:]
     assert not checkpoint.diff(tmp_path / "quiet" / last, tmp_path / "killed" / last)
-    print(f"{killed} kills, {log.read_text().count('resumed from')} resumptions: the final state is bitwise equal")
+    resumptions = log.read_text().count("resumed from")
+    print(f"{killed} kills, {resumptions} resumptions: the final state is bitwise equal")
+    assert resumptions >= 2
 
     for ranks in (2, 3):
         folder = tmp_path / f"on{ranks}"

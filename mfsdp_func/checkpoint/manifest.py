@@ -19,6 +19,7 @@ from mfsdp_func.checkpoint.error import CheckpointError
 NAME = "manifest.json"
 FORMAT = "mfsdp_func.checkpoint 1"
 BLOCK_NBYTES = 4 * 1024 * 1024
+_KEPT_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ class CheckedFile(io.RawIOBase):
 
     def __init__(self, folder: Path, name: str, record: FileRecord, block_nbytes: int) -> None:
         self._name, self._record, self._block_nbytes, self._folder = name, record, block_nbytes, folder
-        self._at, self._cached = 0, (-1, memoryview(b""))
+        self._at = 0
+        self._kept: dict[int, memoryview] = {}  # a reader goes to the end of an item, back, and through it
         try:
             self._file = (folder / name).open("rb", buffering=0)
         except OSError as error:
@@ -188,7 +190,7 @@ class CheckedFile(io.RawIOBase):
         return done
 
     def _block(self, number: int) -> memoryview:
-        if self._cached[0] != number:
+        if number not in self._kept:
             start = number * self._block_nbytes
             content = bytearray(min(self._block_nbytes, self._record.nbytes - start))
             view, got = memoryview(content), 0
@@ -200,8 +202,10 @@ class CheckedFile(io.RawIOBase):
                 got += count
             if hashlib.sha256(content).hexdigest() != self._record.blocks[number]:
                 raise _damage(self._folder, f"{self._name}: bytes {start} to {start + len(content)} are not as written")
-            self._cached = (number, view)
-        return self._cached[1]
+            if len(self._kept) >= _KEPT_BLOCKS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[number] = view
+        return self._kept[number]
 
     def damage(self) -> list[str]:
         """What is wrong with any block."""
