@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,3 +386,13 @@ def test_a_buffer_around_two_dims_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=r"local_buffer has shape \(2, [12]\), expected one dim"):
             mf.simulate(partial(program, old=old, use=use), 2)
+
+
+@pytest.mark.parametrize("placements", [[ROWS], [AVERAGE], [SUM], [WHOLE], [mf.BlockAtomic(2)], [mf.TensorAtomic()]])
+def test_buffers_are_saved_and_loaded_with_weights_only(placements: Any, tmp_path: Path) -> None:
+    mesh, layout = Mesh(1, rank=0), mf.build_for_row_atomic([(4, 2)], 1)
+    params = {"block": mf.DBuffer.from_local(torch.arange(8.0), mesh, placements, layout)}
+    torch.save(params, tmp_path / "params.pt")
+    loaded = torch.load(tmp_path / "params.pt", weights_only=True)
+    assert loaded["block"].spec == params["block"].spec
+    assert torch.equal(loaded["block"].local_buffer, params["block"].local_buffer)

@@ -24,7 +24,7 @@ from mfsdp_func.values.buffer_spec import (
 )
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike
-from mfsdp_func.values.placement import Partial, Placement
+from mfsdp_func.values.placement import BlockAtomic, Partial, Placement, Replicate, RowAtomic, Shard, TensorAtomic
 from mfsdp_func.values.ranges import Range
 
 
@@ -416,4 +416,9 @@ pytree.register_pytree_node(
     _unflatten,  # pyright: ignore[reportArgumentType]
     serialized_type_name="mfsdp_func.DBuffer",
     flatten_with_keys_fn=_flatten_with_keys,
+)
+
+# Sharded parameters and states can be loaded with ``torch.load(weights_only=True)``: values that run no code.
+torch.serialization.add_safe_globals(
+    [DBuffer, BufferSpec, GlobalLayout, Mesh, RowAtomic, BlockAtomic, TensorAtomic, Replicate, Partial, Shard]
 )
