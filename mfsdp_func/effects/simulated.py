@@ -421,11 +421,12 @@ class _SimulatedCarrier:
             )
 
     def _wait_for(self, meeting: _Meeting[_Posted], call: Call, ranks: Iterable[int]) -> None:
-        first = meeting.missing(ranks)
+        first, line = meeting.missing(ranks), (call.origin or {}).get("line")
+        at = f", at {line}" if line else ""
         self._world.wait_until(
             self._state,
             lambda: first() is None,
-            lambda: f"in {call.label} (call {meeting.number}) for rank {first()}",
+            lambda: f"in {call.label} (call {meeting.number}) for rank {first()}{at}",
         )
 
     def collective(
