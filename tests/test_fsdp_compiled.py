@@ -1,7 +1,9 @@
 """Whole training steps in one compiled region: the same numbers, each unit gathered again in the backward pass."""
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -204,6 +206,26 @@ def test_errors_name_the_cause() -> None:
         apply, params = mf.fully_shard(replacing, mesh, place(mesh, "one"))
         with pytest.raises(Exception, match=r"assigns a new tensor to its buffer 'seen'"):
             compiled(lambda p: apply(p, torch.ones(8, 4)), "aot_eager")(params)
+
+    on_each((1,), program)
+
+
+class Draws(nn.Linear):
+    def __init__(self, draw: Any) -> None:
+        super().__init__(4, 4)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.draw()
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["Python", "NumPy"])  # noqa: NPY002
+def test_draws_that_would_be_constants_are_refused(draw: Any) -> None:
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(Draws(draw), mesh, place(mesh, "one"))
+        step = compiled(grad(lambda params: apply(params, torch.ones(2, 4)).sum()), "aot_eager")
+        with pytest.raises(Exception, match="draws from Python's or NumPy's generator"):
+            step(params)
 
     on_each((1,), program)
 

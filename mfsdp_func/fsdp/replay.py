@@ -35,6 +35,12 @@ def set_random_states(states: tuple[Any, Any]) -> None:
         sys.modules["numpy.random"].set_state(states[1])
 
 
+def are_same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether nothing was drawn between two `random_states`."""
+    of_numpy = [None if states[1] is None else (states[1][1].tobytes(), *states[1][2:]) for states in (one, other)]
+    return one[0] == other[0] and (of_numpy[0] == of_numpy[1] or one[1] is None)
+
+
 @dataclass(frozen=True)
 class Ambient:
     """What a computation depends on besides its arguments.

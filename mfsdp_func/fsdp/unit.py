@@ -20,7 +20,7 @@ from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
 from mfsdp_func.fsdp.draws import DrawsRefused
 from mfsdp_func.fsdp.graph import UnitGraph, hooks_allowed, version_of
 from mfsdp_func.fsdp.operators import unit_boundary
-from mfsdp_func.fsdp.replay import Ambient, is_traced
+from mfsdp_func.fsdp.replay import Ambient, are_same_states, is_traced, random_states
 from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
 
@@ -133,8 +133,14 @@ class UnitCall:
         """The unit's outputs; its graph stays here."""
         parts, traced = self.split(tensors), is_traced(tensors)
         ambient = Ambient.current(tensors)
+        before = random_states() if traced else None
         graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
         graph.empty()
+        if before is not None and not are_same_states(before, random_states()):
+            raise RuntimeError(
+                f"apply in a compiled region: unit {self.label!r} draws from Python's or NumPy's generator, and the number"
+                " would be the same in every call; draw with torch, pass the number as an argument, or call apply eagerly"
+            )
         floats = tuple(map(is_differentiable, outputs))
         sums = tuple(map(_fingerprint, outputs)) if self.recompute and not traced else ()
         self.learned = Learned(ambient, floats, graph.carries, sums)
