@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.effects.carrier import Call, Carrier
 from mfsdp_func.effects.details import details_of
 from mfsdp_func.effects.origin import LABEL, Origin, origin_here
+from mfsdp_func.effects.torch_internals import outside_transforms
 from mfsdp_func.values.mesh import Mesh
 
 ENVIRONMENT_VARIABLE = "MFSDP_FUNC_CHECK"
@@ -179,7 +179,7 @@ def report_fault(carrier: Carrier, mesh: Mesh, label: str, error: Exception) -> 
 
 
 def _share(carrier: Carrier, mesh: Mesh, record: dict[str, str]) -> dict[int, dict[str, str]]:
-    with temporarily_clear_interpreter_stack():  # records are plain bytes, under a `torch.func` transform too
+    with outside_transforms():  # records are plain bytes, under a `torch.func` transform too
         records = carrier.all_gather_bytes(mesh, encoded(record))
     return {rank: json.loads(other) for rank, other in zip(mesh.ranks, records, strict=True)}
 
@@ -204,7 +204,7 @@ def decoded(text: bytes) -> dict[str, str]:
 def share_all(carrier: Carrier, mesh: Mesh, record: dict[str, str]) -> dict[int, dict[str, str]]:
     """The records of all ranks, of any length."""
     text = json.dumps(record).encode()
-    with temporarily_clear_interpreter_stack():
+    with outside_transforms():
         lengths = map(int, carrier.all_gather_bytes(mesh, str(len(text)).encode().ljust(16)))
         records = carrier.all_gather_bytes(mesh, text.ljust(max(lengths)))
     return {rank: json.loads(other) for rank, other in zip(mesh.ranks, records, strict=True)}

@@ -3,9 +3,9 @@
 from functools import lru_cache
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mfsdp_func.effects.carrier import SIMULATED
+from mfsdp_func.effects.torch_internals import process_group_named
 from mfsdp_func.values.mesh import Mesh, group_names, set_group_names
 
 
@@ -19,11 +19,8 @@ def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
         return ()
     groups: list[dist.ProcessGroup] = []
     for axis, name in enumerate(group_names(mesh)):
-        try:
-            group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
-        except (RuntimeError, LookupError):
-            return ()
-        if not _serves(tuple(dist.get_process_group_ranks(group)), mesh, axis):
+        group = process_group_named(name)
+        if group is None or not _serves(tuple(dist.get_process_group_ranks(group)), mesh, axis):
             return ()  # a new world has given the name to another group
         groups.append(group)
     return tuple(groups)

@@ -17,17 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import (
-    VmapInterpreter,
-    retrieve_all_functorch_interpreters,
-    temporarily_clear_interpreter_stack,
-)
-from torch._guards import TracingContext
 from torch.autograd import functional as autograd_functional
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from mfsdp_func.effects.agreement import agree, checking, report_fault
 from mfsdp_func.effects.blocks import Memory, locate
@@ -37,6 +27,14 @@ from mfsdp_func.effects.exchange import empty_outputs, start_exchange
 from mfsdp_func.effects.here import carrier_of, check_place
 from mfsdp_func.effects.move_operator import LIBRARY, call_operator, remembered
 from mfsdp_func.effects.origin import Origin
+from mfsdp_func.effects.torch_internals import (
+    active_transforms,
+    batched_zero,
+    forward_mode_allowed,
+    is_untransformed,
+    is_watched,
+    traced_stack,
+)
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.plans.plan import Plan
@@ -273,7 +271,7 @@ class _Move(torch.autograd.Function):
         # The forward link makes this call depend on the forward inputs, see `backward`; of it itself no derivative counts.
         (forward_link,) = ctx.saved_tensors
         # (Inside a jvp rule torch disables forward mode for plain operators, and the sum would lose outer tangents.)
-        with forward_ad._set_fwd_grad_enabled(True):  # pyright: ignore[reportPrivateUsage]
+        with forward_mode_allowed():
             link = forward_link if link is None else link + forward_link
         return _Move.apply(link, ctx.linear, replace(ctx.options, forward=False), *known)
 
@@ -291,7 +289,7 @@ class _Move(torch.autograd.Function):
 
 def _is_traced(link: torch.Tensor) -> bool:
     """Whether a compiler or another dispatch mode must see an operator instead of the effect itself."""
-    return type(link) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
+    return type(link) is not torch.Tensor or is_watched()
 
 
 def _batched(link: torch.Tensor) -> torch.Tensor:
@@ -299,14 +297,8 @@ def _batched(link: torch.Tensor) -> torch.Tensor:
 
     Inside `vmap` one rank may see a batched tensor where another, that holds nothing, sees none.
     """
-    levels = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
-    if not levels:
-        return link
-    with temporarily_clear_interpreter_stack():  # else the zero itself would belong to the innermost level
-        zero = torch.zeros([level.batch_size() for level in levels], device=link.device)
-        for level in levels:
-            zero = _functorch._add_batch_dim(zero, 0, level.level())  # pyright: ignore[reportPrivateUsage]
-    return link + zero
+    zero = batched_zero(link.device)
+    return link if zero is None else link + zero
 
 
 def is_eager(link: torch.Tensor | None, tracked: bool) -> bool:
@@ -314,17 +306,8 @@ def is_eager(link: torch.Tensor | None, tracked: bool) -> bool:
     return (
         not tracked
         and (link is None or not (link.requires_grad and torch.is_grad_enabled()))
-        and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
+        and not is_watched()
         and is_untransformed()
-    )
-
-
-def is_untransformed() -> bool:
-    """Whether no `torch.func` transform and no tracer (but maybe a mode that only watches operators) is active."""
-    return (
-        _functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
-        and all(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
     )
 
 
@@ -354,7 +337,7 @@ def move(
 
 
 def _refuse_unlinked(linear: LinearMap, link: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> None:
-    transforms = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()} & {"Grad", "Jvp"}
+    transforms = {"Grad", "Jvp"}.intersection(active_transforms())
     if transforms and link is None and not inputs and linear.takes_part:
         error = RuntimeError(
             f"{linear.label}: differentiated on rank {linear.mesh.rank}, which has no tensor to give: its gradients would"
@@ -384,7 +367,7 @@ def _jacobian_around() -> str | None:
                 return name
         frame = frame.f_back
     # Dynamo runs no frames of the functions that it traces, but keeps a stack of its own.
-    for traced in reversed(TracingContext.extract_stack()):
+    for traced in reversed(traced_stack()):
         for name, span in files.get(traced.filename, {}).items():
             if (traced.lineno or 0) in span:
                 return name
@@ -396,8 +379,8 @@ def _jacobian_lines() -> dict[str, dict[str, range]]:
     """File -> name and lines of each function in it that takes whole Jacobians."""
     spans: dict[str, dict[str, range]] = {}
     for home, function in (
-        ("torch.func", eager_transforms.jacrev),
-        ("torch.func", eager_transforms.jacfwd),
+        ("torch.func", torch.func.jacrev),
+        ("torch.func", torch.func.jacfwd),
         ("torch.autograd.functional", autograd_functional.jacobian),
         ("torch.autograd.functional", autograd_functional.hessian),
     ):

@@ -11,14 +11,12 @@ result. Three things see to it, each where the others do not reach:
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mfsdp_func.effects.torch_internals import keep_in_order, proxy_tracer
 from mfsdp_func.plans.linear_map import LinearMap
 
 LIBRARY = torch.library.Library("mfsdp_func", "DEF")
@@ -61,7 +59,7 @@ def _fake(
 
 
 torch.library.register_fake("mfsdp_func::move", _fake, lib=LIBRARY)
-_register_effectful_op("mfsdp_func::move", _EffectType.ORDERED)
+keep_in_order("mfsdp_func::move")
 has_side_effect(torch.ops.mfsdp_func.move.default)
 
 
@@ -74,8 +72,7 @@ def call_operator(
     differentiated: bool,
 ) -> list[torch.Tensor]:
     """Let what traces here see one call of the operator; returns ``[link, *outputs]``."""
-    mode = get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
+    tracer = proxy_tracer()
     last_node = next(iter(reversed(tracer.graph.nodes)), None) if tracer else None
     results = torch.ops.mfsdp_func.move(
         list(inputs),

@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.effects.agreement import ENVIRONMENT_VARIABLE, bytes_of, compare_facts, decoded, encoded, is_set
 from mfsdp_func.effects.blocks import as_bytes, packed, room_for, unpack
@@ -23,6 +22,7 @@ from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.effects.groups import axis_groups
 from mfsdp_func.effects.native_collectives import native_collective
 from mfsdp_func.effects.origin import Ledger
+from mfsdp_func.effects.torch_internals import outside_transforms
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.values.mesh import Mesh
 
@@ -61,7 +61,7 @@ class ProcessGroups:
         if ledger.compared or mesh.size() == 1:
             return
         word = "on" if is_set() else "off"
-        with temporarily_clear_interpreter_stack():
+        with outside_transforms():
             words = self._gather_bytes(
                 mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"{label}, the first call over {mesh}"
             )

@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
+
+from mfsdp_func.effects.torch_internals import outside_transforms, unwrapped
 
 AnyStream: TypeAlias = torch.Stream | torch.cuda.Stream
 
 
 def mark_used(tensor: torch.Tensor, stream: AnyStream) -> None:
     """Tell the CUDA allocator that a stream uses a tensor; inside `torch.func` transforms too."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    tensor.record_stream(stream)
+    unwrapped(tensor).record_stream(stream)
 
 
 class Pending:
@@ -55,9 +53,7 @@ class Pending:
             finish, self._finish = self._finish, None
             _IN_FLIGHT.discard(self)
             try:
-                with (
-                    temporarily_clear_interpreter_stack()
-                ):  # it fills plain tensors, under a `torch.func` transform too
+                with outside_transforms():  # it fills plain tensors, under a `torch.func` transform too
                     finish()
             except BaseException as error:
                 self._error = error

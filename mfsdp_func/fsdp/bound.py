@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mfsdp_func.effects.token import Token
+from mfsdp_func.effects.torch_internals import outside_transforms
 from mfsdp_func.operations.dbuffer import DBuffer, redistribute
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.placement import Partial, Placement, Replicate, Shard, shard_axes
@@ -252,7 +252,7 @@ class GatherCache:
     def drop(self) -> None:
         """Wait for gathers that nobody took (the order of units has changed), and forget them."""
         entries, self._entries = self._entries, {}
-        with temporarily_clear_interpreter_stack():  # they were started outside of the transform that may be active now
+        with outside_transforms():  # they were started outside of the transform that may be active now
             for _, token, _ in entries.values():
                 token.wait()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.move import is_untransformed
+from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
 from mfsdp_func.fsdp.graph import version_of
 from mfsdp_func.fsdp.grouping import Unit

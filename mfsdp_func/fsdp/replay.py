@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from mfsdp_func.effects import torch_internals
 
 
 def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a compiler looks on: no value is known, and what happens now is not what will run."""
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors) or any(
-        getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack()
-    )
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors) or torch_internals.is_traced()
 
 
 def random_states() -> tuple[Any, Any]:
@@ -170,7 +167,7 @@ def buffers_written(modules: Sequence[nn.Module]) -> Generator[None, None, None]
     Raises:
         RuntimeError: if `vmap` would write several values into one buffer.
     """
-    if _functorch.peek_interpreter_stack() is None:
+    if not torch_internals.is_transformed():
         yield
         return
     before = [(sub._buffers, leaf, buffer) for sub in modules for leaf, buffer in sub._buffers.items()]
@@ -183,7 +180,7 @@ def buffers_written(modules: Sequence[nn.Module]) -> Generator[None, None, None]
     finally:
         for buffers, leaf, buffer in before:
             buffers[leaf] = buffer
-    with temporarily_clear_interpreter_stack():
+    with torch_internals.outside_transforms():
         for (buffers, leaf, buffer), copied, now in zip(before, copies, found, strict=True):
             value = _unwrapped(now)
             if value is None or buffer is None or now is not copied:
@@ -195,6 +192,4 @@ def buffers_written(modules: Sequence[nn.Module]) -> Generator[None, None, None]
 
 
 def _unwrapped(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    while tensor is not None and _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return None if tensor is None else tensor.detach()
+    return None if tensor is None else torch_internals.unwrapped(tensor).detach()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from mfsdp_func.effects.move import is_untransformed
+from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
 from mfsdp_func.fsdp.draws import DrawsRefused
 from mfsdp_func.fsdp.graph import UnitGraph, hooks_allowed, version_of
