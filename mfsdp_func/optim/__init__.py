@@ -44,6 +44,7 @@ from mfsdp_func.optim.masks import Mask, MaskedState, masked, partition
 from mfsdp_func.optim.muon import MuonState, muon, scale_by_muon
 from mfsdp_func.optim.newton_schulz import newton_schulz
 from mfsdp_func.optim.orthogonal import gram, normalize_rows, polar_express, polar_express_coefficients
+from mfsdp_func.optim.owned import owned, owners_of
 from mfsdp_func.optim.owners import Owners, map_on_owners
 from mfsdp_func.optim.route import Route, RouteLine, route
 from mfsdp_func.optim.routed import RoutePlan, from_route, plan_route
@@ -61,6 +62,7 @@ from mfsdp_func.optim.schedules import (
     warmup_cosine_decay_schedule,
     warmup_exponential_decay_schedule,
 )
+from mfsdp_func.optim.soap import SoapState, soap, soap_offsets
 from mfsdp_func.optim.torch_decisions import GradScaler
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer
 from mfsdp_func.optim.transformation import GradientTransformation, LearningRate, apply_updates
@@ -90,6 +92,7 @@ __all__ = [
     "RoutePlan",
     "Schedule",
     "ScheduleState",
+    "SoapState",
     "TorchOptimizer",
     "accumulate",
     "adamw",
@@ -118,6 +121,8 @@ __all__ = [
     "muon",
     "newton_schulz",
     "normalize_rows",
+    "owned",
+    "owners_of",
     "owners_of_blocks",
     "partition",
     "piecewise_constant_schedule",
@@ -130,6 +135,8 @@ __all__ = [
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_muon",
+    "soap",
+    "soap_offsets",
     "split_blocks",
     "warmup_constant_schedule",
     "warmup_cosine_decay",
