@@ -6,7 +6,9 @@ The model is sharded by PyTorch. `route` says which of its parameters are matric
 and `TorchOptimizer` runs Muon on their shards, and AdamW on the rest, in place.
 """
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mfsdp_func import optim
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from leave import leave
 
 
 def make_optimizer(model: nn.Module, mesh: DeviceMesh, lr: float = 0.02) -> optim.TorchOptimizer:
@@ -73,4 +79,4 @@ if __name__ == "__main__":
     found, _ = train(init_device_mesh("cpu", (dist.get_world_size(),)))
     if dist.get_rank() == 0:
         print(f"loss {found[0]:.3f} -> {found[-1]:.3f}")
-    dist.destroy_process_group()
+    leave()
