@@ -76,18 +76,18 @@ def train(
     optimizer = make_optimizer(model, params, args)
     state, losses = optimizer.init(params), list[float]()
 
-    def loss_of(sums: dict[str, mf.DBuffer], words: torch.Tensor) -> torch.Tensor:
-        return apply.accumulate(params, sums, input_ids=words, labels=words, use_cache=False).loss
+    def loss_of(sums: dict[str, mf.DBuffer], words: torch.Tensor, count: int) -> torch.Tensor:
+        return apply.accumulate(params, sums, input_ids=words, labels=words, use_cache=False).loss / count
 
     with tqdm(total=args.steps, desc=label, disable=not show, mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
         for step in range(args.steps):
             start, micro = time.perf_counter(), batches(step)
             sums, zeros, total = None, apply.init_accumulator(params), 0.0
             for words in micro:
-                found, loss = torch.func.grad_and_value(loss_of)(zeros, words)
+                found, loss = torch.func.grad_and_value(loss_of)(zeros, words, len(micro))
                 sums = found if sums is None else pytree.tree_map(torch.add, sums, found)
-                total += float(loss.detach()) / len(micro)
-            gradients = apply.reduce(pytree.tree_map(lambda added, count=len(micro): added / count, sums))
+                total += float(loss.detach())
+            gradients = apply.reduce(sums)
             norm = mf.global_norm(gradients)
             updates, state = optimizer.update(gradients, state, params)
             params = optim.apply_updates(params, updates)
