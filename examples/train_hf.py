@@ -43,10 +43,7 @@ def make_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
     else:
         config = getattr(transformers, args.config)(**args.set)
     torch.manual_seed(args.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if args.checkpointing:
-        model.gradient_checkpointing_enable()
-    return model.train()
+    return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def make_optimizer(model: torch.nn.Module, params: dict[str, mf.DBuffer], args: argparse.Namespace) -> Any:
@@ -70,8 +67,13 @@ def train(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The training loop. Returns the whole weights, and this rank's losses."""
     rows = [mf.RowAtomic()]
-    context = mf.FsdpContext(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32, deterministic=True,
-                             shard_layout=mf.ShardLayout.BALANCED)  # fmt: skip
+    context = mf.FsdpContext(
+        param_dtype=getattr(torch, args.dtype),
+        reduce_dtype=torch.float32,
+        deterministic=True,
+        recompute=args.checkpointing,
+        shard_layout=mf.ShardLayout.BALANCED,
+    )
     apply, params = mf.fully_shard(model, mesh, mf.Placements([0], rows, rows, rows), context=context)
     optimizer = make_optimizer(model, params, args)
     state, losses = optimizer.init(params), list[float]()
@@ -147,7 +149,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="in which units compute")
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations twice, keep few")
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="run blocks twice, keep no activations",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first parameters and the batches")
     parser.add_argument("--compare", action="store_true", help="repeat the training in one process, and compare")
     args = parser.parse_args(arguments)
