@@ -26,8 +26,10 @@ def test_example_runs(block, tmp_path):
 
 
 def test_links_exist():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for document in (ROOT / "README.md", *(ROOT / "mfsdp_func").rglob("README.md")):
+        for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+            path = target.partition("#")[0]
+            assert target.startswith("https://") or (document.parent / path).exists(), f"{document}: {target}"
 
 
 @pytest.mark.parametrize(
