@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.func import grad, grad_and_value
+from torch.func import grad, grad_and_value, jvp
 
 import mfsdp_func as mf
 from mfsdp_func.optim import adamw, apply_updates
@@ -225,6 +225,27 @@ def test_draws_that_would_be_constants_are_refused(draw: Any) -> None:
         apply, params = mf.fully_shard(Draws(draw), mesh, place(mesh, "one"))
         step = compiled(grad(lambda params: apply(params, torch.ones(2, 4)).sum()), "aot_eager")
         with pytest.raises(Exception, match="draws from Python's or NumPy's generator"):
+            step(params)
+
+    on_each((1,), program)
+
+
+@pytest.mark.parametrize("how", ["second derivative", "forward mode"])
+def test_a_second_run_that_would_draw_anew_is_refused(how: str) -> None:
+    """Compiled code has no random state to go back to: another mask would be a wrong derivative."""
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(net(blocks=1, dropout=0.5), mesh, place(mesh, "one"))
+        data = cases.batches(1)[0]
+
+        def loss(params: Any) -> torch.Tensor:
+            return loss_of(apply(params, data), data)
+
+        def square(params: Any) -> torch.Tensor:
+            return sum((buffer.local_buffer**2).sum() for buffer in grad(loss)(params).values())
+
+        step = compiled(grad(square) if how == "second derivative" else lambda p: jvp(loss, (p,), (p,))[1], "aot_eager")
+        with pytest.raises(Exception, match="could not draw the same again"):
             step(params)
 
     on_each((1,), program)

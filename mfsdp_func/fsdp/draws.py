@@ -12,9 +12,9 @@ class DrawsRefused(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _draws(func, args, kwargs or {}):
             raise NotImplementedError(
-                f"apply in a compiled region: {func} draws random numbers where a unit runs twice (under vmap, or for"
-                " derivatives beyond the first), and could not draw the same again; switch dropout off (apply.eval()), or"
-                " leave the transform or the compiled region out"
+                f"apply in a compiled region: {func} draws random numbers where a unit runs twice (under vmap, for"
+                " derivatives beyond the first, or with recompute), and could not draw the same again; switch dropout off"
+                " (apply.eval()), or leave the transform or the compiled region out"
             )
         return func(*args, **(kwargs or {}))
 

@@ -6,8 +6,8 @@ the backward itself): `_Forward` runs the unit and keeps its graph without the p
 serve, the unit runs again: for derivatives beyond the first, forward mode, `vmap`, and where that was asked for.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -166,7 +166,7 @@ class UnitCall:
         if not keep:
             self.graph = None
         if graph is None:
-            with self._again():
+            with self._again(traced=traced):
                 graph, outputs = self._build(wholes, parts, traced=traced)
             self._check_alike(outputs)
         else:
@@ -205,14 +205,14 @@ class UnitCall:
             floats = tuple(map(is_differentiable, outputs))
             self.learned = Learned(ambient, floats, floats)
             return outputs
-        with self._again():
+        with self._again(traced=is_traced(tensors)):
             return tuple(self.run(full, list(parts.inputs)))
 
     def differentiate_again(self, tensors: Sequence[torch.Tensor], asked: Asked) -> Tensors:
         """As `backward`, by differentiable operations."""
         count = len(tensors) - sum(asked.outputs)
         parts, given = self.split(tensors[:count]), iter(tensors[count:])
-        with self._again():
+        with self._again(traced=is_traced(tensors)):
             outputs, pull = self._vjp(self._unshard_tracked(parts), parts.inputs)
         used = [
             next(given) if is_used else torch.zeros_like(o) for o, is_used in zip(outputs, asked.outputs, strict=True)
@@ -273,9 +273,12 @@ class UnitCall:
             wholes = [DBuffer(w.spec, with_gradient_to(b, w.local_buffer, a)) for b, w, a in pairs]
         return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
 
-    def _again(self) -> AbstractContextManager[None]:
-        """Run as the forward pass ran."""
-        return nullcontext() if self.learned is None else self.learned.ambient.restored()
+    @contextmanager
+    def _again(self, *, traced: bool) -> Generator[None, None, None]:
+        """Run as the forward pass ran; compiled code, which could not draw the same again, may not draw at all."""
+        ambient = nullcontext() if self.learned is None else self.learned.ambient.restored()
+        with ambient, DrawsRefused() if traced else nullcontext():
+            yield
 
     def _check_unwritten(self, params: Params) -> None:
         touched = [
