@@ -24,7 +24,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,9 +97,9 @@ def is_matrix(unit: str, name: str) -> bool:
     return unit != gpt.OUTER and not name.startswith("norm")
 
 
-def learning_rate(peak: float, steps: int, step: torch.Tensor) -> torch.Tensor:
-    """A linear rise, then a linear fall to a tenth: 0-D, float64."""
-    return peak * torch.minimum((step.double() + 1) / WARMUP, 1 - 0.9 * step.double() / steps)
+def learning_rate(peak: float, steps: int) -> optim.Schedule:
+    """A linear rise, then half a cosine down to a tenth."""
+    return optim.warmup_cosine_decay(peak / WARMUP, peak, WARMUP, max(steps, WARMUP + 1), 0.1 * peak)
 
 
 # Flat buffers
@@ -113,7 +113,7 @@ def make_units(config: gpt.Config, mesh: Any, args: argparse.Namespace) -> dict[
         matrices = [i for i, name in enumerate(shapes) if is_matrix(unit, name)]
         others = [i for i in range(len(shapes)) if i not in matrices]
         owners = mf.GroupOwnerLayout(mesh, layout, mf.assign_owner_work(layout, mesh, matrices), name=unit)
-        muon_rate, adamw_rate = (partial(learning_rate, peak, args.steps) for peak in (MUON_RATE, ADAMW_RATE))
+        muon_rate, adamw_rate = (learning_rate(peak, args.steps) for peak in (MUON_RATE, ADAMW_RATE))
         # bfloat16, usual on CUDA, would blur the comparison with one process.
         muon = optim.muon(muon_rate, owner_layout=owners, ns_dtype=getattr(torch, args.dtype))
         adamw = optim.adamw(adamw_rate, weight_decay=0.0)
@@ -124,14 +124,6 @@ def make_units(config: gpt.Config, mesh: Any, args: argparse.Namespace) -> dict[
 def named(unit: Unit, whole: mf.DBuffer) -> dict[str, torch.Tensor]:
     """Views of the tensors in a whole buffer."""
     return {unit.names[i]: view for i, view in whole.tensor_views().items()}
-
-
-def join(parts: Mapping[int, torch.Tensor], like: mf.DBuffer) -> mf.DBuffer:
-    """A new buffer that holds this rank's `parts`: the inverse of `DBuffer.tensor_views`."""
-    buffer = mf.DBuffer(like.spec, torch.zeros_like(like.local_buffer))
-    for i, view in buffer.tensor_views().items():
-        view.copy_(parts[i].view_as(view))
-    return buffer
 
 
 # Training
@@ -155,10 +147,9 @@ def make_step(units: dict[str, Unit], config: gpt.Config, mesh: Any) -> Step:
         for name, unit in units.items():
             # The objective is the mean over ranks of their losses. Added in rank order, as the reference does.
             average = gradients[name].view([mf.Partial("avg")])
-            grads = average.reduce_scatter(0, mf.RowAtomic(), deterministic=True).tensor_views()
-            params = state.buffers[name].tensor_views()
+            grads, params = average.reduce_scatter(0, mf.RowAtomic(), deterministic=True), state.buffers[name]
             updates, optimizers[name] = unit.optimizer.update(grads, state.optimizers[name], params)
-            buffers[name] = join(optim.apply_updates(params, updates), state.buffers[name])
+            buffers[name] = optim.apply_updates(params, updates)
         mean = mf.DBuffer(one_number, loss.reshape(1)).allreduce(0).local_buffer
         return State(buffers, optimizers), Metrics(mean[0])
 
@@ -230,7 +221,7 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
         name: mf.DBuffer.distribute_tensors(list(params[name].values()), mesh, [mf.RowAtomic()], unit.layout)
         for name, unit in units.items()
     }
-    state = State(buffers, {name: unit.optimizer.init(buffers[name].tensor_views()) for name, unit in units.items()})
+    state = State(buffers, {name: unit.optimizer.init(buffers[name]) for name, unit in units.items()})
     if args.compile:
         step = compiled(step)
         start = time.perf_counter()
@@ -261,8 +252,7 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
 
         def rates(number: int) -> tuple[float, float]:
             bar.update()
-            step = torch.tensor(number)
-            return tuple(float(learning_rate(peak, args.steps, step)) for peak in (MUON_RATE, ADAMW_RATE))
+            return tuple(float(learning_rate(peak, args.steps)(number)) for peak in (MUON_RATE, ADAMW_RATE))
 
         batches = ([batch(number, r) for r in range(world)] for number in range(args.steps))
         expected, expected_losses = reference.train(params, is_matrix, batches, rates, config)

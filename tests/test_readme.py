@@ -40,3 +40,8 @@ def test_recipe_is_as_in_its_file(path: str, block: str) -> None:
     lines = iter([line.strip() for line in (ROOT / path).read_text().splitlines()])
     for line in filter(None, map(str.strip, block.splitlines())):
         assert line in lines, f"{path} does not have (here): {line}"
+
+
+def test_readme_of_the_optimizers_runs() -> None:
+    block, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "mfsdp_func/optim/README.md").read_text(), re.DOTALL)
+    exec(compile(block, "README.md", "exec"), {})
