@@ -45,3 +45,12 @@ def test_recipe_is_as_in_its_file(path: str, block: str) -> None:
 def test_readme_of_the_optimizers_runs() -> None:
     block, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "mfsdp_func/optim/README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("room", ["values", "plans", "effects", "operations", "fsdp"])
+def test_the_page_of_a_room_names_its_modules(room: str) -> None:
+    """Each once, in the first column of its table, and no others."""
+    folder = ROOT / "mfsdp_func" / room
+    cells = re.findall(r"^\| (`.*?) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    named = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
+    assert named == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
