@@ -10,6 +10,7 @@ from mfsdp_func.operations.gather_scatter import gather, gather_coalesced, plan_
 from mfsdp_func.operations.norm import global_norm
 from mfsdp_func.operations.pipeline import pipeline
 from mfsdp_func.plans.plan import Plan
+from mfsdp_func.preflight import Preflight, preflight
 from mfsdp_func.values.balance import OwnerBalance, WorkGroup, balance_owner_work
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.layout import GlobalLayout
@@ -49,6 +50,7 @@ __all__ = [
     "Partial",
     "Placements",
     "Plan",
+    "Preflight",
     "Range",
     "Replicate",
     "RowAtomic",
@@ -84,6 +86,7 @@ __all__ = [
     "padding_report",
     "pipeline",
     "plan_of",
+    "preflight",
     "redistribute",
     "reduce_scatter",
     "scatter",

@@ -1,4 +1,4 @@
-"""Plan without hardware: ``python -m mfsdp_func padding`` and ``python -m mfsdp_func plan 8x4 2x6 3 --ranks 4``.
+"""Plan without hardware: ``python -m mfsdp_func padding``, ``plan 8x4 2x6 3 --ranks 4``, ``preflight MODEL --mesh 8x64``.
 
 Look at checkpoints: ``python -m mfsdp_func checkpoint show|verify|diff|to-hf PATH``.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from mfsdp_func.checkpoint import command
+from mfsdp_func.preflight.command import add_parser, answer
 from mfsdp_func.report import GROUPS, padding_table, plan_report
 from mfsdp_func.values.layout_builder import build_row_atomic_layout
 from mfsdp_func.values.mesh import Mesh
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "checkpoint":
         return command.run(options)
     try:
-        print(_padding(options) if options.command == "padding" else _plan(options))
+        print({"padding": _padding, "plan": _plan, "preflight": answer}[options.command](options))
     except ValueError as error:
         print(f"mfsdp_func {options.command}: {error}", file=sys.stderr)
         return 2
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--owners", type=int, nargs="+", metavar="RANK", help="one rank per tensor, -1 for none; default: even work"
     )
+    add_parser(commands)
     return parser
 
 

@@ -17,7 +17,7 @@ LAYERS = (
     ("effects", ("effects",)),
     ("operations", ("operations",)),
     ("training", ("fsdp", "optim", "checkpoint")),
-    ("edges", ("inplace", "report", "testing", "__main__", "__init__")),
+    ("edges", ("inplace", "preflight", "report", "testing", "__main__", "__init__")),
 )
 """A module may import from its own layer and from those above it in this list."""
 
