@@ -149,6 +149,12 @@ class _Meeting(Generic[Entry]):
         self.number = number
         self.entries: dict[int, Entry] = {}
         self.compared = False
+        self._first_missing: Callable[[], int | None] | None = None
+
+    def missing_of(self, mesh: Mesh) -> Callable[[], int | None]:
+        """`missing` of all ranks of the mesh on which the calls are; what one rank has seen come, no other looks for."""
+        self._first_missing = self._first_missing or self.missing(mesh.ranks)
+        return self._first_missing
 
     def missing(self, ranks: Iterable[int]) -> Callable[[], int | None]:
         """A function that gives the first of `ranks` that has not come yet."""
@@ -375,8 +381,12 @@ class _SimulatedCarrier:
 
         def finish() -> None:
             me = self._state.id
-            partners = call.mesh.ranks if call.forward else {me, *(p.peer for p in (*outgoing, *incoming))}
-            self._wait_for(meeting, call, partners)
+            if call.forward:
+                partners, first = call.mesh.ranks, meeting.missing_of(call.mesh)
+            else:
+                partners = {me, *(parcel.peer for parcel in (*outgoing, *incoming))}
+                first = meeting.missing(partners)
+            self._wait_for(meeting, call, first)
             if not meeting.compared:  # all ranks compare the same, if they are the same
                 compare_calls({rank: meeting.entries[rank].call for rank in sorted(partners)})
                 meeting.compared = call.forward
@@ -420,8 +430,8 @@ class _SimulatedCarrier:
                 " of it"
             )
 
-    def _wait_for(self, meeting: _Meeting[_Posted], call: Call, ranks: Iterable[int]) -> None:
-        first, line = meeting.missing(ranks), (call.origin or {}).get("line")
+    def _wait_for(self, meeting: _Meeting[_Posted], call: Call, first: Callable[[], int | None]) -> None:
+        line = (call.origin or {}).get("line")
         at = f", at {line}" if line else ""
         self._world.wait_until(
             self._state,
@@ -440,7 +450,7 @@ class _SimulatedCarrier:
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
         self._check_mesh("agreement check", mesh)
         meeting = self._world.join(self._state, ("records", mesh.digest), record)
-        first = meeting.missing(mesh.ranks)
+        first = meeting.missing_of(mesh)
         self._world.wait_until(
             self._state,
             lambda: first() is None,

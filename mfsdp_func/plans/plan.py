@@ -264,16 +264,17 @@ _TRANSPOSED = _BACK | {back: forth for forth, back in _BACK.items()}
 @lru_cache(maxsize=1024)
 def gather_plan(owners: GroupOwnerLayout, name: str) -> Plan:
     """From the rows of the flat buffer to whole tensors on their owners."""
-    group = _to_owners(owners, name)
-    shard = {rank: owners.mesh.shard_index(group.axes, rank) for rank in set(owners.tensor_to_owner.values())}
-    empty = tuple((i, shard[rank]) for i, rank in owners.tensor_to_owner.items() if not group.shapes[i].numel())
-    return Plan("gather", owners.mesh, (replace(group, empty=empty),))
+    cut, shards = _owner_shards(owners)
+    empty = tuple((i, shard) for i, shard in shards if not owners.layout.tensor_numels[i])
+    return Plan("gather", owners.mesh, (_to_owners(name, owners.layout, cut, shards, owners.dtype, empty=empty),))
 
 
 @lru_cache(maxsize=1024)
 def scatter_plan(owners: GroupOwnerLayout, name: str, include_own: bool = True) -> Plan:
     """From whole tensors on their owners back to the rows of the flat buffer. Tensors without elements are not asked for."""
-    there = replace(_to_owners(owners, name), without_own=None if include_own else "source")
+    cut, shards = _owner_shards(owners)
+    without: Side | None = None if include_own else "source"
+    there = _to_owners(name, owners.layout, cut, shards, owners.dtype, without_own=without)
     return Plan("transpose of scatter", owners.mesh, (there,)).transpose
 
 
@@ -296,18 +297,29 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
     return plans[0] if len(plans) == 1 else Plan(plans[0].operation, plans[0].mesh, groups)
 
 
-def _to_owners(owners: GroupOwnerLayout, name: str) -> GroupPlan:
-    mesh, layout = owners.mesh, owners.layout
-    axes = layout.check_placements(mesh, owners.placements)
-    shard_of = {rank: mesh.shard_index(axes, rank) for rank in set(owners.tensor_to_owner.values())}
-    target = build_for_tensor_atomic(
-        [(numel,) for numel in layout.tensor_numels],
-        mesh.shard_count(axes),
-        tensor_owners=[
-            shard_of[owners.tensor_to_owner[i]] if i in owners.tensor_to_owner else 0
-            for i in range(len(layout.tensor_shapes))
-        ],
-    )
-    return GroupPlan(
-        *(name, axes, layout.tensor_shapes, layout, target, tuple(owners.tensor_to_owner)), dtype=owners.dtype
-    )
+def _owner_shards(
+    owners: GroupOwnerLayout,
+) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, int], ...]]:
+    """The axes that cut the buffer and the number of shards; and each tensor with the shard index of its owner."""
+    mesh = owners.mesh
+    axes = owners.layout.check_placements(mesh, owners.placements)
+    shard = {rank: mesh.shard_index(axes, rank) for rank in set(owners.tensor_to_owner.values())}
+    return (axes, mesh.shard_count(axes)), tuple((i, shard[rank]) for i, rank in owners.tensor_to_owner.items())
+
+
+@lru_cache(maxsize=1024)
+def _to_owners(
+    name: str,
+    layout: GlobalLayout,
+    cut: tuple[tuple[int, ...], int],
+    owner_shards: tuple[tuple[int, int], ...],
+    dtype: torch.dtype | None,
+    *,
+    without_own: Side | None = None,
+    empty: tuple[tuple[int, int], ...] = (),
+) -> GroupPlan:
+    """From a layout to its owners. It tells nothing of this rank, so the ranks of a simulation share it."""
+    (axes, count), owner = cut, dict(owner_shards)
+    tensor_owners = [owner.get(i, 0) for i in range(len(layout.tensor_shapes))]
+    target = build_for_tensor_atomic([(numel,) for numel in layout.tensor_numels], count, tensor_owners=tensor_owners)
+    return GroupPlan(*(name, axes, layout.tensor_shapes, layout, target, tuple(owner), without_own, empty), dtype=dtype)

@@ -83,7 +83,7 @@ class GlobalLayout(Value):
         starts = self.rank_to_offset
         if not starts or starts[0] != 0:
             raise ValueError(f"GlobalLayout: rank_to_offset must start at 0, got {starts[:4]}")
-        if any(after < before for before, after in pairwise(starts)) or starts[-1] > self.size:
+        if list(starts) != sorted(starts) or starts[-1] > self.size:
             raise ValueError(
                 f"GlobalLayout: rank_to_offset must not decrease nor pass the size {self.size}, got {starts}"
             )
@@ -109,6 +109,11 @@ class GlobalLayout(Value):
     @cached_property
     def _starts(self) -> tuple[int, ...]:
         return tuple(self.tensor_to_offset[i] for i in self._order)
+
+    @cached_property
+    def _rows_kept(self) -> dict[tuple[int, int, int], bool]:
+        """What `keeps_rows` has found."""
+        return {}
 
     @property
     def dp_size(self) -> int:
@@ -276,7 +281,11 @@ class GlobalLayout(Value):
 
     def keeps_rows(self, tensor_index: int, shard_count: int, row_numel: int | None = None) -> bool:
         """Whether no boundary of `shard_count` shards splits a row of a tensor, of `row_numel` elements or its own."""
-        row, whole = row_numel or self.row_numel(tensor_index), self.get_tensor_range(tensor_index)
-        starts, step = self.rank_to_offset, self.dp_size // shard_count
-        first, last = bisect_right(starts, whole.start), bisect_left(starts, whole.end)  # boundaries inside the tensor
-        return all((starts[k] - whole.start) % row == 0 for k in range(-(-first // step) * step, last, step))
+        row = row_numel or self.row_numel(tensor_index)
+        asked = tensor_index, shard_count, row
+        if asked not in self._rows_kept:  # every rank of a simulation asks the same
+            whole, starts, step = self.get_tensor_range(tensor_index), self.rank_to_offset, self.dp_size // shard_count
+            first, last = bisect_right(starts, whole.start), bisect_left(starts, whole.end)  # boundaries inside it
+            inside = range(-(-first // step) * step, last, step)
+            self._rows_kept[asked] = all((starts[k] - whole.start) % row == 0 for k in inside)
+        return self._rows_kept[asked]
