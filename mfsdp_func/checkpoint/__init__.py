@@ -2,7 +2,8 @@
 
 from mfsdp_func.checkpoint.background import SaveHandle, save_async
 from mfsdp_func.checkpoint.error import CheckpointError
-from mfsdp_func.checkpoint.hf import export_hf, import_hf
+from mfsdp_func.checkpoint.hf import import_hf
+from mfsdp_func.checkpoint.hf_export import export_hf
 from mfsdp_func.checkpoint.loading import load, spec_of
 from mfsdp_func.checkpoint.looking import Difference, Inspection, diff, inspect, latest, verify
 from mfsdp_func.checkpoint.saving import save

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, together
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.names import Entry
-from mfsdp_func.checkpoint.saving import Job, Progress, await_records, plan, publish, report_failure, write
+from mfsdp_func.checkpoint.publishing import Job, await_records, publish
+from mfsdp_func.checkpoint.saving import Progress, plan, report_failure, write
 from mfsdp_func.checkpoint.staging import Staging
 from mfsdp_func.optim.torch_optimizer import TorchOptimizer, storages_written_in_place
 from mfsdp_func.values.mesh import Mesh, MeshLike

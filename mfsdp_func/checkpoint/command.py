@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mfsdp_func.checkpoint.error import CheckpointError
-from mfsdp_func.checkpoint.hf import HfTensor, config_text, lay_out, write_folder
+from mfsdp_func.checkpoint.hf_export import HfTensor, config_text, lay_out, write_folder
 from mfsdp_func.checkpoint.loading import open_folder
 from mfsdp_func.checkpoint.looking import diff, inspect, read_whole, verify
 from mfsdp_func.values.mesh import Mesh

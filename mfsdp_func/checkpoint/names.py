@@ -16,16 +16,15 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.checkpoint.boxes import Box, boxes_of, split_boxes
 from mfsdp_func.checkpoint.error import CheckpointError
+from mfsdp_func.checkpoint.parts import counts_as, flat_of, is_writer, owner_coordinate, part_of
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.fsdp.grouping import ParameterNames
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.buffer_spec import local_part, local_view
-from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh
-from mfsdp_func.values.owner_planning import GroupOwnerLayout
-from mfsdp_func.values.placement import Partial, Placement, Replicate, shard_axes
-from mfsdp_func.values.ranges import Range, intersect_ranges
+from mfsdp_func.values.placement import Partial, Replicate
+from mfsdp_func.values.ranges import Range
 
 
 class GroupNames(NamedTuple):
@@ -223,7 +222,7 @@ def _buffer_entries(buffer: DBuffer, group: GroupNames, path: Sequence[Any], lea
             buffer.local_buffer[place.start : place.start + part.numel],
             shape,
             part,
-            writes=_is_writer(spec.mesh, spec.placements, i) and _counts(part, shape, spec.mesh, spec.placements),
+            writes=is_writer(spec.mesh, spec.placements, i) and counts_as(part, shape, spec.mesh, spec.placements),
             loose=not group.shapes,
             aliases=tuple(_join(path, tied) for tied in group.ties.get(name, ())),
             index=i,
@@ -235,19 +234,19 @@ def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[
         mesh = owners.mesh
         for i, shape in enumerate(owners.layout.tensor_shapes):
             key = shards.key(group, i)
-            part = _part_of(owners, i)
+            part = part_of(owners, i)
             if key not in shards.tensors:
                 continue
             name = shards.name_of(group, i)
             if shards.owned:
-                if mesh.coordinate() != _owner_coordinate(owners, i):
+                if mesh.coordinate() != owner_coordinate(owners, i):
                     raise CheckpointError(f"{name!r} is said to lie whole on its owner, but this rank does not own it")
-                writes = _is_writer(mesh, owners.placements, i)
+                writes = is_writer(mesh, owners.placements, i)
                 for inner, tensor in _inner_leaves(shards.tensors[key]):
                     whole = Range(0, tensor.numel())
-                    yield Entry(_join([*path, *inner], name), leaf, _flat(tensor), tensor.shape, whole, writes=writes)
+                    yield Entry(_join([*path, *inner], name), leaf, flat_of(tensor), tensor.shape, whole, writes=writes)
                 continue
-            writes = _is_writer(mesh, owners.placements, i) and _counts(part, shape, mesh, owners.placements)
+            writes = is_writer(mesh, owners.placements, i) and counts_as(part, shape, mesh, owners.placements)
             for inner, tensor in _inner_leaves(shards.tensors[key]):
                 full = _join([*path, *inner], name)
                 if tensor.numel() != part.numel:
@@ -255,7 +254,7 @@ def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[
                         f"{full!r}: this rank's shard has {tensor.numel()} elements, its layout gives it {part.numel} of"
                         f" {tuple(shape)}; a tensor that its owner alone holds goes in with Shards(..., owned=True)"
                     )
-                yield Entry(full, leaf, _flat(tensor), shape, part, writes=writes, loose=True)
+                yield Entry(full, leaf, flat_of(tensor), shape, part, writes=writes, loose=True)
 
 
 def _inner_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -266,43 +265,6 @@ def _inner_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"Shards: {pytree.keystr(path)} holds a {type(tensor).__name__}, expected tensors")
         yield tuple(pytree.GetAttrKey(_word(key)) for key in path), tensor  # below the parameter all are fields
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1)
-
-
-def _part_of(owners: GroupOwnerLayout, index: int) -> Range:
-    return _part(owners.layout, owners.layout.get_local_range(owners.mesh, owners.placements), index)
-
-
-def _part(layout: GlobalLayout, local: Range, index: int) -> Range:
-    whole = layout.get_tensor_range(index)
-    met = intersect_ranges(whole, local)
-    return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
-
-
-def _owner_coordinate(owners: GroupOwnerLayout, index: int) -> tuple[int, ...]:
-    """Where the tensor's owner for this rank's replica group stands."""
-    if index not in owners.tensor_to_owner:
-        raise CheckpointError(f"Shards: tensor {index} has no owner, so that none can hold it whole")
-    axes = shard_axes(owners.placements)
-    owner = owners.mesh.coordinate(owners.tensor_to_owner[index])
-    return tuple(owner[a] if a in axes else c for a, c in enumerate(owners.mesh.coordinate()))
-
-
-def _is_writer(mesh: Mesh, placements: Sequence[Placement], index: int) -> bool:
-    """Whether this rank's replica writes a tensor: replicas take turns, which all ranks know without a word."""
-    axes, copies, own = shard_axes(placements), 1, 0
-    for axis, digit in enumerate(mesh.coordinate()):
-        if axis not in axes:
-            copies, own = copies * mesh.size(axis), own * mesh.size(axis) + digit
-    return index % copies == own
-
-
-def _counts(part: Range, shape: torch.Size, mesh: Mesh, placements: Sequence[Placement]) -> bool:
-    """Whether there is something to write; a tensor without elements is written by the first shard."""
-    return bool(part.numel) or (not shape.numel() and not mesh.shard_index(shard_axes(placements)))
 
 
 def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entry:
@@ -323,7 +285,7 @@ def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entr
         box = Box(tuple(offsets), tuple(sizes))
         return Entry(name, leaf, value.to_local().detach(), value.shape, None, box, writes=not any(copies))
     if isinstance(value, torch.Tensor):
-        return Entry(name, leaf, _flat(value), value.shape, Range(0, value.numel()), shared=True)
+        return Entry(name, leaf, flat_of(value), value.shape, Range(0, value.numel()), shared=True)
     return Entry(name, leaf, value, None, shared=True)
 
 

@@ -16,7 +16,8 @@ from mfsdp_func.fsdp.graph import version_of
 from mfsdp_func.fsdp.grouping import Unit
 from mfsdp_func.fsdp.replay import Start, buffers_written, is_traced, swapped
 from mfsdp_func.fsdp.trees import containers_of, substituted, tensor_leaves
-from mfsdp_func.fsdp.unit import UnitCall, call_unit
+from mfsdp_func.fsdp.unit import UnitCall
+from mfsdp_func.fsdp.unit_function import call_unit
 from mfsdp_func.fsdp.watch import written
 from mfsdp_func.operations.dbuffer import DBuffer
 

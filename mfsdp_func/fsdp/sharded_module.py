@@ -22,7 +22,7 @@ from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dten
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
 from mfsdp_func.fsdp.state import check_loaded, whole_tensors, with_loaded
 from mfsdp_func.fsdp.table import table
-from mfsdp_func.fsdp.unit import call_of_node
+from mfsdp_func.fsdp.unit_function import call_of_node
 from mfsdp_func.operations.dbuffer import DBuffer
 
 

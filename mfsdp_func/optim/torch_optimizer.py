@@ -3,12 +3,10 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
-from types import FunctionType
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.agreement import checking, report_fault
@@ -30,7 +28,8 @@ from mfsdp_func.optim.torch_groups import (
     refuse_unknown,
     settings_of,
 )
-from mfsdp_func.optim.transformation import GradientTransformation, apply_updates
+from mfsdp_func.optim.torch_state import compiled_step, unwrapped, wrapped
+from mfsdp_func.optim.transformation import GradientTransformation
 from mfsdp_func.values.buffer_spec import local_part
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 
@@ -106,7 +105,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         _ALL.add(self)
         self._mesh = None if mesh is None else as_mesh(mesh)
         self._compile = compile
-        self._run = _compiled(compile)
+        self._run = compiled_step(compile)
         super().__init__(as_groups(params), {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -291,7 +290,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, param in zip(saved, params, strict=True):
             for name, tensor in own.get(param, {}).items():
-                value = _unwrapped(given["state"].get(number, {}).get(name), tensor)
+                value = unwrapped(given["state"].get(number, {}).get(name), tensor)
                 if value is None or value.shape != tensor.shape:
                     raise (KeyError if value is None else ValueError)(
                         f"TorchOptimizer.load_state_dict: parameter {number} needs {name!r} of shape"
@@ -315,7 +314,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_compile" in state:
-            self._run = _compiled(self._compile)
+            self._run = compiled_step(self._compile)
             _ALL.add(self)
 
     def _publish(self, made: Group, params: list[torch.Tensor]) -> dict[tuple[int, str], int]:
@@ -338,7 +337,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             if key is not None:
                 n, i = places[key]
                 owners.append((path, n))
-                name = self._show(params[n], path, _wrapped(leaf, params[n]), "" if i is None else f".{i}")
+                name = self._show(params[n], path, wrapped(leaf, params[n]), "" if i is None else f".{i}")
                 if i is not None:
                     indices[n, name] = i
             elif keys:
@@ -387,32 +386,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         raise error
 
 
-def _advance(
-    makes: tuple[Make, ...],
-    rates: tuple[torch.Tensor, ...],
-    settings: tuple[dict[str, Any], ...],
-    params: list[dict[Hashable, torch.Tensor]],
-    grads: list[dict[Hashable, torch.Tensor]],
-    states: tuple[Any, ...],
-    skip: torch.Tensor | None,
-) -> None:
-    """One step of every group; writes into `params` and `states`, what was there where `skip` holds."""
-    for make, rate, given, param, grad, state in zip(makes, rates, settings, params, grads, states, strict=True):
-        updates, new_state = make(rate, **given).update(grad, state, param)
-        new = pytree.tree_leaves((apply_updates(param, updates), new_state))
-        for old, value in zip(pytree.tree_leaves((param, state)), new, strict=True):
-            old.copy_(value if skip is None else torch.where(skip.to(old.device), old, value))
-
-
-def _compiled(compile: bool | str) -> Callable[..., None]:
-    if not compile:
-        return _advance
-    # Compiled code is kept per code object, at most a few variants of it: each optimizer has a code object of its own.
-    own = FunctionType(_advance.__code__.replace(), _advance.__globals__, _advance.__name__)
-    backend = compile if isinstance(compile, str) else "inductor"
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
-
-
 def storages_written_in_place() -> set[int]:
     """The storages that steps of living `TorchOptimizer`s write into: parameters and states."""
     found: set[int] = set()
@@ -424,20 +397,3 @@ def storages_written_in_place() -> set[int]:
 
 
 _ALL: WeakSet["TorchOptimizer"] = WeakSet()
-
-
-def _unwrapped(value: Any, own: torch.Tensor) -> Any:
-    """What `state_dict` wrapped, in the shape of this rank's part."""
-    local = getattr(value, "local", None)
-    if local is None or local.numel() != own.numel():
-        return value
-    return local.view(own.shape)
-
-
-def _wrapped(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """State as checkpoints of DTensors expect it."""
-    if not isinstance(param, DTensor) or tensor.shape != local_of(param).shape:
-        return tensor
-    return DTensor.from_local(
-        tensor, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
