@@ -301,3 +301,60 @@ def test_a_full_disk_leaves_nothing(save: str, room: int, tmp_path: Path) -> Non
         assert sorted(failed) == [(0, True), (1, True)]
         assert list(tmp_path.iterdir()) == []
     assert failed or room == 5000
+
+
+def routed(mesh: mf.Mesh, layout: mf.ShardLayout) -> tuple[Any, Any, dict[str, Any], dict[str, torch.Tensor]]:
+    """A module with Muon and AdamW by route: `apply`, the transformation, the state, and fixed whole gradients."""
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))})
+    route = optim.route(module).override({"*.weight": "muon"})
+    rows = [mf.RowAtomic()]
+    context = mf.FsdpContext(shard_layout=layout)
+    apply, params = mf.fully_shard(module, mesh, mf.Placements(0, rows, rows, rows), context=context)
+    transformation = optim.from_route(route, params, muon=0.02, adamw=0.1, names=apply.names)
+    gradients = {name: torch.randn(p.shape) for name, p in module.named_parameters()}
+    state = {"params": params, "optimizer": transformation.init(params), "step": 3}
+    return apply, transformation, state, gradients
+
+
+def one_step(apply: Any, transformation: Any, state: dict[str, Any], gradients: dict[str, torch.Tensor]) -> Any:
+    params = state["params"]
+    grads = {
+        key: mf.DBuffer.distribute_tensors(
+            [gradients[name] for name in apply.names[key]], buffer.mesh, buffer.placements, buffer.layout
+        )
+        for key, buffer in params.items()
+    }
+    updates, optimizer = transformation.update(grads, state["optimizer"], params)
+    return {"params": optim.apply_updates(params, updates), "optimizer": optimizer, "step": state["step"] + 1}
+
+
+def whole_of(apply: Any, params: dict[str, mf.DBuffer]) -> dict[str, torch.Tensor]:
+    return {
+        name: buffer.redistribute([mf.Replicate()]).get_tensor_view(i).clone()
+        for key, buffer in params.items()
+        for i, name in enumerate(apply.names[key])
+    }
+
+
+def test_parts_that_optimizers_keep_by_group_and_index(tmp_path: Path) -> None:
+    """The state of a route goes in as it is, and goes on on other ranks and layouts: no wrapping, no owner layout."""
+    path = tmp_path / "step"
+
+    def write(mesh: mf.Mesh) -> dict[str, torch.Tensor]:
+        apply, transformation, state, gradients = routed(mesh, mf.ShardLayout.UNPADDED)
+        state = one_step(apply, transformation, state, gradients)
+        checkpoint.save(path, state, names=apply.names)
+        return whole_of(apply, one_step(apply, transformation, state, gradients)["params"])
+
+    def read(mesh: mf.Mesh) -> dict[str, torch.Tensor]:
+        apply, transformation, like, gradients = routed(mesh, mf.ShardLayout.BALANCED)
+        state = checkpoint.load(path, checkpoint.spec_of(like), names=apply.names)
+        assert state["step"] == 4
+        return whole_of(apply, one_step(apply, transformation, state, gradients)["params"])
+
+    expected = mf.simulate(write, 3).results[0]
+    assert any("layers.0.weight" in name and "momentum" in name for name in checkpoint.inspect(path).tensors)
+    for found in mf.simulate(read, 2).results.values():
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)

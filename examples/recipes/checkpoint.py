@@ -23,13 +23,20 @@ sys.path.append(str(Path(__file__).parents[1]))
 from leave import leave
 
 
+def make_module():
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+ROUTE = optim.route(make_module()).override({"*.weight": "muon"})
+
+
 def start(mesh, layout):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    module = make_module()
     rows = mf.Placements((0,), [mf.RowAtomic()], [mf.RowAtomic()], [mf.RowAtomic()])
     apply, params = mf.fully_shard(module, mesh, rows, context=mf.FsdpContext(shard_layout=layout))
-    zeros = {key: mf.DBuffer(buffer.spec, torch.zeros_like(buffer.local_buffer)) for key, buffer in params.items()}
-    return apply, {"params": params, "optimizer": optim.AdamWState(torch.tensor(0), zeros, zeros), "step": 0}
+    optimizer = optim.from_route(ROUTE, params, muon=0.02, adamw=0.003, names=apply.names)
+    return apply, {"params": params, "optimizer": optimizer.init(params), "step": 0}
 
 
 def save(mesh, path):

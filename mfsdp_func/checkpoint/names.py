@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.checkpoint.boxes import Box, boxes_of, split_boxes
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.parts import counts_as, flat_of, is_writer, owner_coordinate, part_of
+from mfsdp_func.checkpoint.paths import join_path, parents_of, word_of
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.fsdp.grouping import ParameterNames
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.values.buffer_spec import local_part, local_view
+from mfsdp_func.values.buffer_spec import BufferSpec, local_part, local_view
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import Partial, Replicate
 from mfsdp_func.values.ranges import Range
@@ -106,25 +107,32 @@ def entries_of(state: Any, names: Any, mesh: Mesh) -> list[Entry]:
     """Everything in a state by name.
 
     Args:
-        state: a pytree of `DBuffer`s, `Shards`, DTensors, tensors and plain values.
+        state: a pytree of `DBuffer`s, `Shards`, DTensors, tensors and plain values. A tensor under the key
+            ``(group, index)`` is this rank's part of a tensor of the buffers that the state has of that group.
         names: see `group_names`.
         mesh: all ranks that save or load.
 
     Raises:
         CheckpointError: on what has no name, two values of one name, or what is no value (a pending sum).
     """
-    groups = group_names(names)
+    groups, leaves = group_names(names), leaves_of(state)[0]
+    specs: dict[Any, list[BufferSpec]] = {}
+    for path, value in leaves:
+        if isinstance(value, DBuffer):
+            key, _, _ = _split_group(path, groups, value)
+            specs.setdefault(key, []).append(value.spec)
     found: list[Entry] = []
     siblings: dict[str, dict[str, None]] = {}
     paths: dict[str, str] = {}
-    for leaf, (path, value) in enumerate(leaves_of(state)[0]):
+    for leaf, (path, value) in enumerate(leaves):
         if isinstance(value, DBuffer):
-            group, rest = _split_group(path, groups, value)
+            _, group, rest = _split_group(path, groups, value)
             made = list(_buffer_entries(value, group, rest, leaf))
         elif isinstance(value, Shards):
             made = list(_shards_entries(value, path, leaf))
         else:
-            made = [_plain_entry(path, value, leaf, mesh)]
+            part = _part_entry(path, value, leaf, groups, specs)
+            made = [part or _plain_entry(path, value, leaf, mesh)]
         for entry in made:
             if entry.name in paths:
                 raise CheckpointError(
@@ -133,8 +141,8 @@ def entries_of(state: Any, names: Any, mesh: Mesh) -> list[Entry]:
                 )
             paths[entry.name] = pytree.keystr(path)
         found += made
-        if isinstance(value, (DBuffer, Shards)):
-            for parent, params in _parents(path, made):
+        if isinstance(value, (DBuffer, Shards)) or made[0].index >= 0:
+            for parent, params in parents_of(path, [entry.name for entry in made]):
                 siblings.setdefault(parent, {}).update(dict.fromkeys(params))
     return [_with_aliases(entry, siblings, paths) for entry in found]
 
@@ -185,7 +193,9 @@ def group_names(names: Any) -> dict[Any, GroupNames]:
     )
 
 
-def _split_group(path: Sequence[Any], groups: Mapping[Any, GroupNames], value: DBuffer) -> tuple[GroupNames, list[Any]]:
+def _split_group(
+    path: Sequence[Any], groups: Mapping[Any, GroupNames], value: DBuffer
+) -> tuple[Any, GroupNames, list[Any]]:
     for at in range(len(path) - 1, -1, -1):
         key = path[at]
         if isinstance(key, pytree.MappingKey) and key.key in groups:
@@ -195,7 +205,7 @@ def _split_group(path: Sequence[Any], groups: Mapping[Any, GroupNames], value: D
                     f"the buffer at {pytree.keystr(tuple(path))} has {len(value.layout.tensor_shapes)} tensors, but"
                     f" names[{key.key!r}] has {len(group.names)}"
                 )
-            return group, [*path[:at], *path[at + 1 :]]
+            return key.key, group, [*path[:at], *path[at + 1 :]]
     where = pytree.keystr(tuple(path)) or "the top"
     raise CheckpointError(
         f"the buffer at {where} has no names: buffers know their tensors by index, which other layouts have not."
@@ -217,14 +227,14 @@ def _buffer_entries(buffer: DBuffer, group: GroupNames, path: Sequence[Any], lea
         place, _ = local_view(spec, i)
         part = local_part(spec, i)
         yield Entry(
-            _join(path, name),
+            join_path(path, name),
             leaf,
             buffer.local_buffer[place.start : place.start + part.numel],
             shape,
             part,
             writes=is_writer(spec.mesh, spec.placements, i) and counts_as(part, shape, spec.mesh, spec.placements),
             loose=not group.shapes,
-            aliases=tuple(_join(path, tied) for tied in group.ties.get(name, ())),
+            aliases=tuple(join_path(path, tied) for tied in group.ties.get(name, ())),
             index=i,
         )
 
@@ -244,11 +254,13 @@ def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[
                 writes = is_writer(mesh, owners.placements, i)
                 for inner, tensor in _inner_leaves(shards.tensors[key]):
                     whole = Range(0, tensor.numel())
-                    yield Entry(_join([*path, *inner], name), leaf, flat_of(tensor), tensor.shape, whole, writes=writes)
+                    yield Entry(
+                        join_path([*path, *inner], name), leaf, flat_of(tensor), tensor.shape, whole, writes=writes
+                    )
                 continue
             writes = is_writer(mesh, owners.placements, i) and counts_as(part, shape, mesh, owners.placements)
             for inner, tensor in _inner_leaves(shards.tensors[key]):
-                full = _join([*path, *inner], name)
+                full = join_path([*path, *inner], name)
                 if tensor.numel() != part.numel:
                     raise CheckpointError(
                         f"{full!r}: this rank's shard has {tensor.numel()} elements, its layout gives it {part.numel} of"
@@ -264,11 +276,47 @@ def _inner_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     for path, tensor in pytree.tree_flatten_with_path(value)[0]:
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"Shards: {pytree.keystr(path)} holds a {type(tensor).__name__}, expected tensors")
-        yield tuple(pytree.GetAttrKey(_word(key)) for key in path), tensor  # below the parameter all are fields
+        yield tuple(pytree.GetAttrKey(word_of(key)) for key in path), tensor  # below the parameter all are fields
+
+
+def _part_entry(
+    path: Sequence[Any], value: Any, leaf: int, groups: Mapping[Any, GroupNames], specs: Mapping[Any, list[BufferSpec]]
+) -> Entry | None:
+    """The entry of a tensor that goes by ``(group, index)``, as optimizers keep parts; None where no buffer says where."""
+    for at, step in enumerate(path):
+        key = step.key if isinstance(step, pytree.MappingKey) else None
+        if not (isinstance(value, torch.Tensor) and isinstance(key, tuple) and len(key) == 2 and key[0] in specs):
+            continue
+        group, i = groups[key[0]], key[1]
+        fitting = [spec for spec in specs[key[0]] if local_part(spec, i).numel == value.numel()]
+        name = join_path([*path[:at], *path[at + 1 :]], group.names[i])
+        if not fitting:
+            expected = local_part(specs[key[0]][0], i).numel
+            raise CheckpointError(
+                f"{name!r}: the tensor at {pytree.keystr(tuple(path))} has {value.numel()} elements, this rank's part of the"
+                f" buffer has {expected}; a tensor that its owner alone holds goes in with Shards(..., owned=True)"
+            )
+        spec, part = fitting[0], local_part(fitting[0], i)
+        shape = group.shapes[i] if group.shapes else spec.layout.tensor_shapes[i]
+        writes = is_writer(spec.mesh, spec.placements, i) and counts_as(part, shape, spec.mesh, spec.placements)
+        return Entry(
+            name,
+            leaf,
+            flat_of(value),
+            shape,
+            part,
+            writes=writes,
+            loose=not group.shapes,
+            index=i,
+            aliases=tuple(
+                join_path([*path[:at], *path[at + 1 :]], tied) for tied in group.ties.get(group.names[i], ())
+            ),
+        )
+    return None
 
 
 def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entry:
-    name = _join(path, "")
+    name = join_path(path, "")
     if isinstance(value, torch.Tensor):
         for key in path:
             if isinstance(key, pytree.MappingKey) and not isinstance(key.key, str):
@@ -296,30 +344,6 @@ def _with_aliases(entry: Entry, siblings: Mapping[str, Mapping[str, None]], path
     parent, _, field = entry.name.rpartition(".")
     found = [f"{param}.{field}" for param in siblings.get(parent, ())]
     return replace(entry, aliases=(*entry.aliases, *(name for name in found if name not in paths)))
-
-
-def _parents(path: Sequence[Any], made: Sequence[Entry]) -> Iterator[tuple[str, list[str]]]:
-    fields = [key for key in path if isinstance(key, pytree.GetAttrKey)]
-    if not fields:
-        return
-    prefix = ".".join(_word(key) for key in path[: path.index(fields[0])])
-    suffix = "." + ".".join(map(_word, fields))
-    yield prefix, [entry.name.removesuffix(suffix) for entry in made if entry.name.endswith(suffix)]
-
-
-def _join(path: Sequence[Any], param: str) -> str:
-    """Keys and positions, then the parameter, then fields."""
-    keys = [_word(key) for key in path if not isinstance(key, pytree.GetAttrKey)]
-    fields = [_word(key) for key in path if isinstance(key, pytree.GetAttrKey)]
-    return ".".join(word for word in (*keys, param, *fields) if word) or "state"
-
-
-def _word(key: Any) -> str:
-    if isinstance(key, pytree.MappingKey):
-        return str(key.key)
-    if isinstance(key, pytree.SequenceKey):
-        return str(key.idx)
-    return str(key.name)
 
 
 def check_names(entries: Sequence[Entry]) -> None:
