@@ -67,7 +67,8 @@ def lines_of(namespace: str) -> Iterator[tuple[str, str]]:
         if inspect.ismodule(getattr(module, name)):
             continue
         path = home_of(namespace, name)
-        text = strings_of(path).get(name) or f"PyTorch's own: `{getattr(module, name).__module__}.{name}`."
+        home = str(getattr(getattr(module, name), "__module__", ""))
+        text = strings_of(path).get(name) or (f"PyTorch's own: `{home}.{name}`." if home.startswith("torch.") else "")
         sentence = re.split(r"(?<=[.!?])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
         shown = f"mf{namespace.removeprefix('mfsdp_func')}.{name}"
         room = path.relative_to(ROOT / "mfsdp_func").parts[0]

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 Schedule: TypeAlias = Callable[[torch.Tensor | int], torch.Tensor]
+"""A function of a step, 0-D or an int, that returns a 0-D tensor."""
 
 
 def _float(step: torch.Tensor | int) -> torch.Tensor:
@@ -188,3 +189,4 @@ def _rise(init_value: float, peak_value: float, steps: int) -> Schedule:
 
 
 warmup_cosine_decay = warmup_cosine_decay_schedule
+"""The same as `warmup_cosine_decay_schedule`."""
