@@ -125,12 +125,13 @@ def test_transpose_is_an_involution(kind: Any) -> None:
 # Gradients: what torch.func and autograd give has the buffer's own layout, and is the sum over ranks.
 
 
-def loss_of(mesh: Mesh, buffer: mf.DBuffer) -> torch.Tensor:
-    """A loss of this rank's own, of all tensors in full."""
+def loss_of(mesh: Mesh, buffer: mf.DBuffer, rank: int | None = None) -> torch.Tensor:
+    """The loss of one rank, by default this one, of all tensors in full."""
+    rank = mesh.get_rank() if rank is None else rank
     whole = buffer.redistribute([FULL] * mesh.ndim, deterministic=True)
     total = torch.zeros((), dtype=torch.float64)
     for i, shape in enumerate(buffer.layout.tensor_shapes):
-        weight = torch.arange(shape.numel(), dtype=torch.float64).view(shape) + mesh.get_rank() + i
+        weight = torch.arange(shape.numel(), dtype=torch.float64).view(shape) + rank + i
         total = total + (whole.get_tensor_view(i).sin() * weight).sum()
     return total
 
@@ -139,9 +140,9 @@ def expected_gradient(mesh: Mesh, spec: mf.BufferSpec, copies: int) -> torch.Ten
     """Of the sum over ranks of their losses, from the dense buffer; each of `copies` is an input of its own."""
     flat = dense(spec.layout, 0).nan_to_num().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
+    alone = mf.DBuffer.from_local(flat, Mesh(1, ranks=(mesh.get_rank(),), rank=mesh.rank), [FULL], spec.layout)
     for rank in mesh.ranks:
-        alone = mf.DBuffer.from_local(flat, Mesh(1, ranks=(rank,), rank=rank), [FULL], spec.layout)
-        total = total + loss_of(alone.mesh, alone)
+        total = total + loss_of(alone.mesh, alone, rank)
     (gradient,) = torch.autograd.grad(total, flat)
     return tensors_of(local_of(spec, gradient.nan_to_num())) / copies
 
