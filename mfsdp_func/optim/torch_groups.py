@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -105,9 +106,19 @@ def refuse_unknown(make: Make, known: Mapping[str, Any], group: Mapping[str, Any
         name = getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", repr(make))
         raise ValueError(
             f"TorchOptimizer: a parameter group sets {', '.join(unknown)}, which its transformation {name} does not know; it"
-            f" knows {', '.join(['lr', *known])}. Give a function that takes it: functools.partial(optim.muon,"
-            " owner_layout=owners) instead of a lambda of the learning rate alone"
+            f" knows {', '.join(['lr', *known])}. {_remedy(unknown[0], name, known)}"
         )
+
+
+def _remedy(setting: str, name: str, known: Mapping[str, Any]) -> str:
+    if close := get_close_matches(setting, ["lr", *known], 1):
+        return f"Did you mean {close[0]}?"
+    if name == "<lambda>":
+        return (
+            "Give a function that takes it, such as functools.partial(optim.muon, owner_layout=owners), instead of a lambda"
+            " of the learning rate alone"
+        )
+    return "Leave it out, or give a transformation that takes it"
 
 
 def as_groups(params: GroupParams | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
