@@ -13,7 +13,7 @@ from mfsdp_func.effects.move import launch
 from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups, unnamed
+from mfsdp_func.operations.gather_scatter import given_tensors, plan_of_groups
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, as_mesh
@@ -173,7 +173,7 @@ def _move_into(
                 raise TypeError(
                     f"{plan.label}: the destinations are {wanted.dtype}, but the group is of {plan.dtype}; convert them"
                 )
-        options = check_tensors(plan, inputs, wanted, (), groups=unnamed(owners))
+        options = check_tensors(plan, inputs, wanted, (), groups=owners)
     rooms = [target.detach() if target.requires_grad else target for target in targets]
     direct = [room if _is_plain(room) else room.new_empty(room.shape) for room in rooms]
     launch(plan, options, None, inputs, direct)

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -12,7 +12,7 @@ import torch
 
 from mfsdp_func.effects.carrier import Call, Carrier
 from mfsdp_func.effects.details import details_of
-from mfsdp_func.effects.origin import LABEL, Origin, origin_here
+from mfsdp_func.effects.origin import LABEL
 from mfsdp_func.effects.torch_internals import outside_transforms
 from mfsdp_func.values.mesh import Mesh
 
@@ -69,17 +69,12 @@ def agreement_check(enabled: bool = True, *, label: object = None) -> Generator[
 def checking() -> bool:
     """Whether the agreement check is on."""
     enabled = _ENABLED.get()
-    return is_set() if enabled is None else enabled
+    return os.environ.get(ENVIRONMENT_VARIABLE, "0") not in ("", "0") if enabled is None else enabled
 
 
 def is_set() -> bool:
     """Whether the environment variable switches it on."""
     return os.environ.get(ENVIRONMENT_VARIABLE, "0") not in ("", "0")
-
-
-def origin_of(carrier: Carrier, name: str = "", groups: Sequence[object] = ()) -> Origin | None:
-    """The origin of the call that is being made, where somebody will compare it."""
-    return origin_here(name, groups) if carrier.compares or checking() else None
 
 
 def agree(carrier: Carrier, call: Call) -> bool:

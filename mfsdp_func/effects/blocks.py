@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 
     def views(self, blocks: Sequence["Block"], run_by_run: Sequence["Block"] = ()) -> list[torch.Tensor]:
         """One view of each block, then one view of each run of further blocks."""
-        views = [self.view(block) for block in blocks]
+        views = [*map(self.view, blocks)]
         for block in run_by_run:
             views += self.view(block).unbind() if block.count > 1 else (self.view(block),)
         return views

@@ -5,16 +5,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
 
-from mfsdp_func.effects.agreement import checking, origin_of, report_fault
+from mfsdp_func.effects.agreement import checking, report_fault
 from mfsdp_func.effects.here import carrier_of, check_place, this_rank
 from mfsdp_func.effects.move import Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
-from mfsdp_func.effects.origin import Origin
+from mfsdp_func.effects.origin import Origin, origin_here
 from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
 from mfsdp_func.plans.linear_map import LinearMap
 
@@ -26,14 +26,19 @@ def faults_reported(linear: LinearMap) -> Generator[None, None, None]:
     Raises:
         ValueError: if the map is as another rank sees it.
     """
-    mesh = linear.mesh
     try:
-        check_place(mesh, linear.label)
+        check_place(linear.mesh, linear.label)
         yield
     except Exception as error:
-        if checking() and (here := this_rank()) in mesh:
-            report_fault(carrier_of(mesh), mesh.with_rank(here), linear.label, error)
+        tell_fault(linear, error)
         raise
+
+
+def tell_fault(linear: LinearMap, error: Exception) -> None:
+    """While the agreement check is on, let a fault seen here be raised on all ranks."""
+    mesh = linear.mesh
+    if checking() and (here := this_rank()) in mesh:
+        report_fault(carrier_of(mesh), mesh.with_rank(here), linear.label, error)
 
 
 class Wanted(NamedTuple):
@@ -64,7 +69,7 @@ def check_tensors(
     wanted: Wanted,
     tokens: Sequence[Token],
     of: str = "",
-    groups: Sequence[object] = (),
+    groups: Sequence[Any] = (),
 ) -> Options:
     """Check this rank's inputs against the map, and settle the dtype and device of its outputs.
 
@@ -74,7 +79,7 @@ def check_tensors(
         wanted: see `Wanted`.
         tokens: of the operations before; they know the dtype where this rank gives no tensor.
         of: the name of what moves, where the map's label does not say it.
-        groups: the caller's groups without a name, of which equal ones are told apart.
+        groups: the caller's groups; equal ones of those without a name are told apart by the order of their first use.
 
     Raises:
         TypeError: on something that is no plain tensor, on mixed dtypes, on another dtype than the one wanted, or where
@@ -85,7 +90,9 @@ def check_tensors(
         (linear.dtype, "the group is of {}") if wanted.dtype is None else (wanted.dtype, wanted.dtype_origin)
     )
     device = None if wanted.device is None else torch.device(wanted.device)
-    origin = origin_of(carrier_of(linear.mesh), of, groups)
+    checked, origin = checking(), None
+    if checked or carrier_of(linear.mesh).compares:
+        origin = origin_here(of, [group for group in groups if not group.name])
     first = tensors[0] if tensors else None
     every = () if are_alike(tensors, linear.input_numels) else zip(tensors, linear.input_numels, strict=True)
     for n, (tensor, numel) in enumerate(every):
@@ -117,7 +124,7 @@ def check_tensors(
                 " bring all of them to one device"
             )
     if first is None:
-        return _options_without_tensor(linear, dtype, device, tokens, origin)
+        return replace(_options_without_tensor(linear, dtype, device, tokens, origin), checked=checked)
     if dtype not in (None, first.dtype):
         raise TypeError(
             f"{linear.label}: {dtype_origin.format(dtype)}, but tensor {linear.input_name(0)} is {first.dtype}; convert it"
@@ -126,7 +133,7 @@ def check_tensors(
         raise ValueError(
             f"{linear.label}: device={device} was asserted, but tensor {linear.input_name(0)} is on {first.device}"
         )
-    return Options(first.dtype, first.device, origin=origin)
+    return Options(first.dtype, first.device, origin=origin, checked=checked)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -177,10 +184,10 @@ def run(
     for token in tokens:
         token.wait()
     if not order.async_op:
-        link, outputs = move(linear, options, joined_link(tokens), inputs)
-        return outputs, Token(link, (), _dtype(options, outputs))
+        link, outputs = move(linear, options, joined_link(tokens) if tokens else None, inputs)
+        return outputs, Token(link, (), outputs[0].dtype if outputs else options.dtype)
     with in_flight() as flight:
-        link, outputs = move(linear, options, joined_link(tokens), inputs)
+        link, outputs = move(linear, options, joined_link(tokens) if tokens else None, inputs)
     work = Pending(linear.label, flight.finish, flight.keep, outputs)
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
@@ -248,7 +255,9 @@ def _in_graph(
 ) -> tuple[torch.Tensor, ...]:
     linear = remembered(key)
     tokens = () if link is None else (Token(link, (), known),)
-    options = replace(check_tensors(linear, tensors, Wanted(dtype, device, dtype_origin), tokens), origin=None)
+    options = replace(
+        check_tensors(linear, tensors, Wanted(dtype, device, dtype_origin), tokens), origin=None, checked=None
+    )
     link, outputs = move(linear, options, link, tensors)
     return (link, *outputs)
 

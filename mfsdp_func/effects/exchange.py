@@ -44,7 +44,8 @@ def start_exchange(
         direct, packed = carrier.packing(call.mesh)
         limits = max(1, direct // element_nbytes), max(1, packed // element_nbytes)
         route = _route(view, limits, scale, sources.places, targets.places)
-        outgoing, incoming = _parcels(route.sends, sources), _parcels(route.receives, targets)
+        outgoing = _parcels(route.sends, sources) if route.sends else []
+        incoming = _parcels(route.receives, targets) if route.receives else []
         copied, copied_to = sources.views(*route.copied), targets.views(*route.copied_to)
     finish = carrier.exchange(call, outgoing, incoming, at_once=at_once)
     copy_all(copied_to, copied)  # while messages are under way
@@ -99,10 +100,7 @@ def _views_to_copy(pairs: Iterable[Pair]) -> tuple[_Views, _Views]:
 
 
 def _parcels(messages: _Cut, memory: Memory) -> list[Parcel]:
-    return [
-        Parcel(message.peer, message.stage, tuple([memory.view(block) for block in blocks]))
-        for message, blocks in messages
-    ]
+    return [Parcel(message.peer, message.stage, tuple(map(memory.view, blocks))) for message, blocks in messages]
 
 
 _Row: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]

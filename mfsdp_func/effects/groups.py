@@ -1,7 +1,5 @@
 """The process groups behind a mesh."""
 
-from functools import lru_cache
-
 import torch.distributed as dist
 
 from mfsdp_func.effects.carrier import SIMULATED
@@ -20,15 +18,20 @@ def axis_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     groups: list[dist.ProcessGroup] = []
     for axis, name in enumerate(group_names(mesh)):
         group = process_group_named(name)
-        if group is None or not _serves(tuple(dist.get_process_group_ranks(group)), mesh, axis):
+        if group is None:
+            return ()
+        asked = _serves, tuple(dist.get_process_group_ranks(group)), axis
+        serves = mesh.memo.get(asked)  # at every call, so the answer is kept
+        if serves is None:
+            serves = mesh.memo[asked] = _serves(asked[1], mesh, axis)
+        if not serves:
             return ()  # a new world has given the name to another group
         groups.append(group)
     return tuple(groups)
 
 
-@lru_cache(maxsize=1024)
 def _serves(ranks: tuple[int, ...], mesh: Mesh, axis: int) -> bool:
-    """Whether a group of these ranks is that of an axis: asked at every call, so the answer is kept."""
+    """Whether a group of these ranks is that of an axis."""
     return set(ranks) == set(mesh.axis_ranks(axis))
 
 

@@ -33,9 +33,13 @@ def check_place(mesh: Mesh, what: str) -> None:
     Raises:
         ValueError: if the mesh is one that another rank sees.
     """
+    if mesh.rank is None:
+        return
     simulated = SIMULATED.get()
-    here = this_rank() if simulated is None else simulated.rank
-    if mesh.rank is not None and here is not None and mesh.rank != here:
+    here = simulated.rank if simulated is not None else None
+    if simulated is None and dist.is_available() and dist.is_initialized():  # as in `this_rank`, here at every call
+        here = dist.get_rank()
+    if here is not None and mesh.rank != here:
         raise ValueError(
             f"{what}: made on rank {mesh.rank}, used on rank {here}: offsets and messages would be those of rank"
             f" {mesh.rank}. Values have value.with_rank({here}); a DBuffer holds the elements of rank {mesh.rank}, so make"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +31,7 @@ from mfsdp_func.effects.torch_internals import (
     active_transforms,
     batched_zero,
     forward_mode_allowed,
-    is_untransformed,
+    is_alone,
     is_watched,
     traced_stack,
 )
@@ -47,7 +47,7 @@ def allocate(
     if isinstance(linear, Plan):
         return empty_outputs(linear.local, dtype, device, batch, one_storage=one_storage)
     make = torch.empty if isinstance(linear, Collective) and linear.stored is None else torch.zeros
-    return tuple(make((numel, *(batch or ())), dtype=dtype, device=device) for numel in linear.output_numels)
+    return tuple([make((numel, *(batch or ())), dtype=dtype, device=device) for numel in linear.output_numels])
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Options:
     differentiated: bool = False
     forward: bool = True
     origin: Origin | None = None
+    checked: bool | None = None
+    """Whether the agreement check was on when the call was made; None where nobody has looked."""
 
 
 @dataclass
@@ -145,13 +147,14 @@ def _launch(
     targets = None if outputs is None else _located(linear, options, _written(outputs, flight))
     differentiated = options.differentiated if linear.takes_part else None
     dtype = inputs[0].dtype if inputs else options.dtype
-    call = call_of(linear, dtype, tuple(batch or ()), differentiated, options.forward)
+    kind = dtype, tuple(batch or ()), differentiated, options.forward
+    call = linear.memo.get(kind) or call_of(linear, *kind)
     origin, known = options.origin, True
     if origin is not None:
         call = call.of(
             origin.name, origin.facts(carrier.ledger(linear.mesh)) if options.forward else origin.facts_behind()
         )
-    if options.forward and (batch or checking()):
+    if options.forward and (batch or (checking() if options.checked is None else options.checked)):
         known = agree(carrier, call)
     if origin is not None and options.forward:
         origin.begin(carrier.ledger(linear.mesh), known)
@@ -161,7 +164,7 @@ def _launch(
     if isinstance(linear, Collective):
         finish = start_collective(linear, carrier, call, inputs[0], _written(outputs, flight)[0], at_once=at_once)
     elif isinstance(linear, Plan):
-        targets = targets or locate(_written(outputs, flight))
+        targets = targets or locate(outputs if flight is None else _written(outputs, flight))
         finish = start_exchange(linear.local, carrier, call, sources, targets, at_once=at_once)
     else:
         raise TypeError(f"{linear.label}: nothing runs a {type(linear).__name__}")
@@ -192,12 +195,12 @@ def _located(linear: LinearMap, options: Options, tensors: Sequence[torch.Tensor
         raise fault from None
 
 
-@lru_cache(maxsize=4096)
 def call_of(
     linear: LinearMap, dtype: torch.dtype | None, batch: tuple[int, ...], differentiated: bool | None, forward: bool
 ) -> Call:
-    """See `Call`."""
-    return Call(linear.label, linear.digest, linear.mesh, dtype, batch, differentiated, forward, linear=linear)
+    """See `Call`; made once, and kept with the map."""
+    kind = dtype, batch, differentiated, forward
+    return linear.memo.setdefault(kind, Call(linear.label, linear.digest, linear.mesh, *kind, linear=linear))
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -303,12 +306,7 @@ def _batched(link: torch.Tensor) -> torch.Tensor:
 
 def is_eager(link: torch.Tensor | None, tracked: bool) -> bool:
     """Whether nothing follows this call: no autograd, no transform, no tracing; its effect can run right here."""
-    return (
-        not tracked
-        and (link is None or not (link.requires_grad and torch.is_grad_enabled()))
-        and not is_watched()
-        and is_untransformed()
-    )
+    return not tracked and (link is None or not (link.requires_grad and torch.is_grad_enabled())) and is_alone()
 
 
 def move(

@@ -93,10 +93,10 @@ class ProcessGroups:
         own = torch.cuda.is_available() and set(dist.get_process_group_ranks(group)) == set(call.mesh.ranks)
         if own and _carries(group, "cuda"):
             self._warm_up(group)  # on all ranks, also on those that move nothing and know no device
-        parts = [part for parcel in (*outgoing, *incoming) for part in parcel.parts[:1]]
-        if parts and _is_unseen(call):
-            _compare_with(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, parts[0].device)
-        if parts and parts[0].is_cuda:
+        first = outgoing[0].parts[0] if outgoing else incoming[0].parts[0] if incoming else None
+        if first is not None and not call.forward and _is_unseen(call):
+            _compare_with(call, {parcel.peer for parcel in (*outgoing, *incoming)}, group, first.device)
+        if first is not None and first.is_cuda:
             if not own:
                 raise RuntimeError(
                     f"{call.label}: on CUDA, {call.mesh} needs a process group of exactly its own ranks; use a DeviceMesh of"
@@ -106,6 +106,8 @@ class ProcessGroups:
             return _nothing
         if call.dtype is None:
             return _nothing
+        if not ((outgoing and outgoing[-1].stage) or (incoming and incoming[-1].stage)):
+            return _post(group, call, outgoing, incoming)
         stages = _by_stage(outgoing, incoming)
         in_flight = len(stages) if at_once else 1 + _STAGES_IN_FLIGHT
         return _run_stages_later(stages, lambda sends, receives: _post(group, call, sends, receives), in_flight)
@@ -125,7 +127,7 @@ class ProcessGroups:
             if collective.kind == "allgather":
                 return None
             return native_collective(call, collective, source, target, lambda group: _lead(call, collective, group))
-        if _is_unseen(call) and len(collective.line) > 1:
+        if not call.forward and _is_unseen(call) and len(collective.line) > 1:
             peers = {rank for rank in collective.line if rank != call.mesh.rank}
             _compare_with(call, peers, _group(call.mesh), source.device)
         return native_collective(call, collective, source, target)
@@ -285,14 +287,20 @@ def _post(
     group: dist.ProcessGroup, call: Call, sends: Sequence[Parcel], receives: Sequence[Parcel]
 ) -> Callable[[], None]:
     """Post the messages of one stage to gloo; return what waits for them and unpacks."""
-    tag, incoming = call.tag, [room_for(parcel.parts) for parcel in receives]
-    works = [_irecv(as_bytes(room), p.peer, group, tag) for room, p in zip(incoming, receives, strict=True)]
-    outgoing = [packed(parcel.parts) for parcel in sends]
-    works += [_isend(as_bytes(buffer), p.peer, group, tag) for buffer, p in zip(outgoing, sends, strict=True)]
+    tag, works = call.tag, list[dist.Work]()
+    incoming: list[torch.Tensor] = []
+    outgoing: list[torch.Tensor] = []
+    for parcel in receives:
+        incoming.append(room := room_for(parcel.parts))
+        works.append(_irecv(as_bytes(room), parcel.peer, group, tag))
+    for parcel in sends:
+        outgoing.append(buffer := packed(parcel.parts))
+        works.append(_isend(as_bytes(buffer), parcel.peer, group, tag))
 
-    def finish() -> None:
+    def finish(held: Sequence[torch.Tensor] = outgoing) -> None:
         try:
-            _wait(works, *outgoing)
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(_vain(call, {parcel.peer for parcel in (*sends, *receives)}, error)) from error
         for room, parcel in zip(incoming, receives, strict=True):

@@ -65,6 +65,15 @@ def is_untransformed() -> bool:
     )
 
 
+def is_alone() -> bool:
+    """Whether nothing at all looks on: no dispatch mode, no transform and no forward-mode differentiation."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
+        and _functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+    )
+
+
 def active_transforms() -> list[str]:
     """Names of the active `torch.func` transforms, the outermost first: "Grad", "Jvp", "Vmap", "Functionalize"."""
     return [interpreter.key().name for interpreter in pyfunctorch.retrieve_all_functorch_interpreters()]

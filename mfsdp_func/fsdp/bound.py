@@ -66,12 +66,12 @@ class Bound:
             placements.insert(0, self.spec.placements[axis] if sharded else Partial("avg"))
         return BufferSpec(self.spec.mesh, placements, self.spec.layout)
 
-    @property
+    @cached_property
     def rests_apart(self) -> bool:
         """Whether units gather from something else than the main weights."""
         return self.resting != self.spec
 
-    @property
+    @cached_property
     def rests_whole(self) -> bool:
         """Whether all of the group stays gathered between its first use in a pass and its last."""
         return self.rests_apart and not self.resting.is_sharded
@@ -97,13 +97,16 @@ class Bound:
         averaged = _AverageGradient.apply(shard, self, 0)
         return DBuffer(self.spec, averaged).cast(self.param_dtype).redistribute(self.whole.placements)
 
+    @cached_property
+    def _replicas(self) -> BufferSpec:
+        """The spec of a shard that other axes are still to average."""
+        placements = tuple(p if isinstance(p, Shard) else Partial("avg") for p in self.spec.placements)
+        return BufferSpec(self.spec.mesh, placements, self.spec.layout, self.key)
+
     def average_shard(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the shard, summed over the axes that cut the buffer, as the average over all axes."""
         placements = self.spec.placements
-        replicas = tuple(p if isinstance(p, Shard) else Partial("avg") for p in placements)
-        mean = DBuffer(BufferSpec(self.spec.mesh, replicas, self.spec.layout, self.key), gradient).redistribute(
-            placements
-        )
+        mean = DBuffer(self._replicas, gradient).redistribute(placements)
         return mean.local_buffer / math.prod(self.spec.mesh.size(axis) for axis in shard_axes(placements))
 
     def params(self, full: DBuffer) -> list[torch.Tensor]:
@@ -114,8 +117,7 @@ class Bound:
         """Gradients of all parameters as one flat buffer in `reduce_dtype`; padding is zero."""
         shapes = self.spec.layout.tensor_shapes
         shaped = [g.to(self.reduce_dtype).reshape(s) for g, s in zip(gradients, shapes, strict=True)]
-        spec = self.whole
-        return DBuffer.distribute_tensors(shaped, spec.mesh, spec.placements, spec.layout).local_buffer
+        return DBuffer.distribute(shaped, self.whole).local_buffer
 
     def reduce(self, flat: torch.Tensor) -> torch.Tensor:
         """The average over all ranks of flat gradients, as the main weights are sharded. Communicates."""

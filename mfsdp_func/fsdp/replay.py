@@ -5,6 +5,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mfsdp_func.effects import torch_internals
 
 def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a compiler looks on: no value is known, and what happens now is not what will run."""
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors) or torch_internals.is_traced()
+    return any(map(isinstance, tensors, repeat(FakeTensor))) or torch_internals.is_traced()
 
 
 def random_states() -> tuple[Any, Any]:

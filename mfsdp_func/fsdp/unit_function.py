@@ -1,6 +1,7 @@
 """One call of a unit as an autograd function: its derivatives of any order, forward mode and batches."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,10 +95,13 @@ class _Backward(torch.autograd.Function):
         return _vmapped(_differentiated(call, asked), info, in_dims[2:], tensors)
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
 def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a unit; see `UnitCall`."""
     plain = is_untransformed()
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    tracked = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors))
     if not tracked and plain:
         return call.forward(tensors)
     parts = call.split(tensors)

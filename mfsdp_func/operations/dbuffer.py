@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.call import Order, Wanted, check_tensors, faults_reported, joined_link, run, run_traced
+from mfsdp_func.effects.call import Order, Wanted, check_tensors, joined_link, run, run_traced, tell_fault
+from mfsdp_func.effects.here import check_place
 from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
 from mfsdp_func.operations.dtensor import to_dtensor
 from mfsdp_func.operations.spec_facts import fact_of, spec_of
@@ -105,7 +106,12 @@ class DBuffer:
             ValueError: on a `Partial` placement, a missing tensor, one of another shape, or one too many.
             TypeError: on mixed dtypes.
         """
-        spec = BufferSpec(mesh, placements, layout)
+        return cls.distribute(tensors, BufferSpec(mesh, placements, layout))
+
+    @classmethod
+    def distribute(cls, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], spec: BufferSpec) -> "DBuffer":
+        """See `distribute_tensors`; for a spec that is there already."""
+        layout = spec.layout
         if any(isinstance(placement, Partial) for placement in spec.placements):
             raise ValueError(f"DBuffer.distribute_tensors: {spec.placements} holds a Partial; distribute, then relabel")
         given = tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))
@@ -116,7 +122,7 @@ class DBuffer:
             )
         pieces: list[torch.Tensor] = []
         cursor, example = spec.local_range.start, next(iter(given.values()), torch.empty(0))
-        for i, part in layout.tensors_in(spec.local_range):
+        for i, part in spec.held:
             if i not in given or given[i].shape != layout.tensor_shapes[i]:
                 got = tuple(given[i].shape) if i in given else "nothing"
                 raise ValueError(
@@ -312,7 +318,7 @@ def redistribute(
     target, steps = fact_of(redistribution, buffer.spec, tuple(placements), deterministic)
     _check_dtype(spec_of(target), buffer.dtype)
     tokens = as_tokens(after)
-    link = joined_link(tokens)
+    link = joined_link(tokens) if tokens else None
     token = Token(torch.zeros((), device=buffer.local_buffer.device) if link is None else link, dtype=buffer.dtype)
     for n, step in enumerate(steps):
         if step[0] == "view":
@@ -389,9 +395,13 @@ def _communicate(
     if torch.compiler.is_compiling():
         (output,), token = run_traced(collective, [local], Wanted(), None, after)
         return DBuffer(spec_of(target), output), token
-    with faults_reported(collective):
+    try:
+        check_place(collective.mesh, collective.label)
         tokens = as_tokens(after)
         options = check_tensors(collective, (local,), Wanted(), tokens, of=buffer.spec.name)
+    except Exception as error:
+        tell_fault(collective, error)
+        raise
     (output,), token = run(collective, options, (local,), tokens, Order(after, stream, async_op))
     return DBuffer(named(target, buffer.spec.name), output), token
 

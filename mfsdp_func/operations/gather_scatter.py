@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from mfsdp_func.effects.call import Order, Wanted, check_tensors, faults_reported, run, run_traced
+from mfsdp_func.effects.call import Order, Wanted, check_tensors, run, run_traced, tell_fault
+from mfsdp_func.effects.here import check_place
 from mfsdp_func.effects.move_operator import remember
 from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
 from mfsdp_func.plans.plan import Plan, gather_plan, join_plans, scatter_plan
@@ -190,7 +193,10 @@ def plan_of_groups(operation: str, owners: Sequence[GroupOwnerLayout], include_o
             raise TypeError(f"{operation}: owner_layout must be a GroupOwnerLayout, got {type(group).__name__}")
     if not owners:
         raise ValueError(f"{operation}: no owner layout was given; give at least one group")
-    return _plan_of_keys(operation, tuple([group.key for group in owners]), include_own)
+    return _plan_of_keys(operation, tuple(map(_KEY, owners)), include_own)
+
+
+_KEY = attrgetter("key")
 
 
 @lru_cache(maxsize=1024)
@@ -212,17 +218,16 @@ def _run(
     if torch.compiler.is_compiling():
         return _run_traced(operation, sources, owners, include_own, wanted, order.after)
     plan = plan_of_groups(operation, owners, include_own)
-    with faults_reported(plan):
+    try:
+        check_place(plan.mesh, plan.label)
         tokens, inputs = as_tokens(order.after), given_tensors(plan, sources)
-        options = check_tensors(plan, inputs, wanted, tokens, groups=unnamed(owners))
+        options = check_tensors(plan, inputs, wanted, tokens, groups=owners)
+    except Exception as error:
+        tell_fault(plan, error)
+        raise
     outputs, token = run(plan, options, inputs, tokens, order)
     remaining = iter(outputs)  # which `zip` takes last, so that it takes none too many
-    return [dict(zip(tensors, remaining, strict=False)) for tensors in plan.local.output_tensors], token
-
-
-def unnamed(owners: Sequence[GroupOwnerLayout]) -> list[GroupOwnerLayout]:
-    """The groups whose plans do not say a name, so that equal ones are told apart by the order of their first use."""
-    return [group for group in owners if not group.name]
+    return [*map(dict, map(zip, plan.local.output_tensors, repeat(remaining)))], token
 
 
 def given_tensors(plan: Plan, sources: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
@@ -244,7 +249,7 @@ def given_tensors(plan: Plan, sources: Sequence[Mapping[int, torch.Tensor]]) -> 
                 " DBuffer, pass buffer.tensor_views()"
             )
         try:
-            found += [source[i] for i in tensors]
+            found += map(source.__getitem__, tensors)
         except KeyError:
             raise KeyError(_missing_entry(plan, k, tuple(source))) from None
     return found

@@ -34,7 +34,12 @@ def fact_of(
             raise _ERRORS[error](text)
         return fact
     check_place(spec.mesh, "DBuffer")
-    return function(spec, *args, **kwargs)
+    if kwargs or not hasattr(function, "cache_info"):
+        return function(spec, *args, **kwargs)
+    asked = function, args  # of a cached function; found without the hash and the comparison of the whole spec
+    if asked not in spec.memo:
+        spec.memo[asked] = function(spec, *args, **kwargs)
+    return spec.memo[asked]
 
 
 _ERRORS = {error.__name__: error for error in (IndexError, NotImplementedError, TypeError, ValueError)}

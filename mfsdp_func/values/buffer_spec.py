@@ -62,6 +62,11 @@ class BufferSpec(KeyedValue):
         """The elements of the buffer that this rank holds."""
         return self.layout.get_local_range(self.mesh, self.placements)
 
+    @cached_property
+    def held(self) -> tuple[tuple[int, Range], ...]:
+        """The tensors of which this rank holds elements, in buffer order, each with the elements of it."""
+        return tuple(self.layout.tensors_in(self.local_range))
+
     @property
     def is_sharded(self) -> bool:
         """Whether any axis cuts the buffer."""

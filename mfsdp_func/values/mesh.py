@@ -254,15 +254,15 @@ def group_names(mesh: Mesh) -> tuple[str, ...]:
 
     Groups are no part of the value: equal meshes share those of the `DeviceMesh` that was converted last.
     """
-    return _GROUPS.get(mesh, ())
+    return _GROUPS.get(mesh.identity, ())
 
 
 def set_group_names(mesh: Mesh, names: tuple[str, ...]) -> None:
     """Let the process groups of these names serve a mesh; see `group_names`."""
-    _GROUPS[mesh] = names
+    _GROUPS[mesh.identity] = names
 
 
-_GROUPS: dict[Mesh, tuple[str, ...]] = {}
+_GROUPS: dict[str, tuple[str, ...]] = {}
 
 
 def _group_names(mesh: object) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class Value:
         """The value as a string: equal for equal values, in every process."""
         return f"{self.digest}/{self.place}"
 
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What others have found out about this value, and keep with it; no part of it."""
+        return {}
+
     def __eq__(self, other: object) -> bool:
         return self is other or (type(self) is type(other) and self.identity == other.identity)  # pyright: ignore[reportAttributeAccessIssue]
 
