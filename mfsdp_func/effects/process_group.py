@@ -3,8 +3,9 @@
 Elements travel as bytes, so every dtype that torch stores can move. On gloo each message carries a tag made from the
 plan, the dtype and the batch, so that calls which do not agree never meet: they end at the group's timeout instead of
 mixing (gloo aborts the process when a message is larger than the buffer posted for it). Its native collectives have no
-tags of ours: all-gathers are made of messages instead (as fast for small ones, faster for large ones), and reductions are
-led by a byte with the tag, from each rank to the next.
+tags of ours: all-gathers are made of messages instead, and reductions are led by a byte with the tag, from each rank to
+the next. Whole calls took, beside torch.distributed's own (two ranks on a busy machine, medians of ratios): all-gathers
+3.0 times as long for 1 KiB, 2.5 for 64 KiB, 1.2 for 16 MiB; reductions 2.4 to 3.4 up to 256 KiB, 1.0 for 16 MiB.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
