@@ -41,7 +41,7 @@ def test_the_plan_to_dtensors_ends_in_the_chunks_of_torch(data: st.DataObject) -
     chunks = [chunk.reshape(-1).tolist() for chunk in elements.chunk(count)] if shape[0] else []
     for rank in range(count):
         plan = chunk_plan(Mesh(count, rank=rank), (0,), layout, i)
-        mine = plan.target.get_segment(rank, count)
+        mine = plan.groups[0].target.get_segment(rank, count)
         wanted = chunks[rank] if rank < len(chunks) else []
         assert list(range(mine.start, mine.end)) == wanted
 
