@@ -27,10 +27,11 @@ class Shards:
     Raises:
         CheckpointError: without names, or with too few.
 
+    >>> import torch
     >>> from mfsdp_func import Mesh, build_for_row_atomic
     >>> owners = GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})
     >>> Shards({0: torch.zeros(2, 2)}, owners, ["wq.weight"]).named()
-    [('wq.weight', 0, 0)]
+    [('wq.weight', None, 0)]
     """
 
     tensors: Mapping[Any, Any]

@@ -133,10 +133,10 @@ def route(
     >>> layer = {"norm.weight": (8,), "up.weight": (32, 8)}
     >>> shapes = {"embed.weight": (100, 8), **{f"layers.0.{name}": shape for name, shape in layer.items()}}
     >>> print(route(shapes))
-    parameter             shape    optimizer  blocks          rate times  why
-    --------------------  -------  ---------  --------------  ----------  -----------------
-    embed.weight          100 x 8  adamw                                  embedding
-    layers.0.norm.weight  8        adamw                                  norm
+    parameter             shape    optimizer  blocks            rate times  why
+    --------------------  -------  ---------  ----------------  ----------  -----------------
+    embed.weight          100 x 8  adamw                                    embedding
+    layers.0.norm.weight  8        adamw                                    norm
     layers.0.up.weight    32 x 8   muon       m ... -> m (...)  2           matrix of a block
     """
     read = facts_of_module if isinstance(module_or_shapes, nn.Module) else facts_of_shapes
