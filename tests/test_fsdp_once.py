@@ -553,14 +553,23 @@ def test_parameters_made_in_inference_mode(how: str) -> None:
     with torch.inference_mode():
         module = nn.Sequential(nn.Linear(4, 4), Sums())
     x = torch.randn(2, 4)
+    plain = nn.Sequential(nn.Linear(4, 4), Sums())
+    plain.load_state_dict({name: param.clone() for name, param in module.state_dict().items()})
+    expected = torch.autograd.grad(plain(x), list(plain.parameters()))
 
     def program(mesh: mf.Mesh) -> None:
         with torch.inference_mode():
             apply, params = mf.fully_shard(module, mesh, place(mesh, "two"))
+            torch.testing.assert_close(apply(params, x), plain(x))
         if how == "grad":
-            with torch.inference_mode():
-                apply(params, x)
-            assert grad(lambda params: apply(params, x))(params)["0"].local_buffer.isfinite().all()
+            found = grad(lambda params: apply(params, x))(params)["0"]
+        else:
+            leaves = cases.leaves_of(params)
+            apply(leaves, x).backward()
+            found = mf.DBuffer(params["0"].spec, leaves["0"].local_buffer.grad)
+        whole = found.redistribute([mf.Replicate()])
+        for i, gradient in enumerate(expected):
+            torch.testing.assert_close(whole.get_tensor_view(i), gradient)
 
     on_each((2,), program)
 
