@@ -2,6 +2,7 @@
 
 from mfsdp_func import checkpoint, inplace, optim
 from mfsdp_func.effects.agreement import agreement_check
+from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.simulated import Simulation, SimulationError, SlowRankWarning, simulate
 from mfsdp_func.effects.token import Token
 from mfsdp_func.fsdp import FsdpContext, fully_shard
@@ -40,6 +41,7 @@ __all__ = [
     "BlockAtomic",
     "BufferSpec",
     "DBuffer",
+    "ExchangeError",
     "FsdpContext",
     "GlobalLayout",
     "GroupOwnerLayout",
