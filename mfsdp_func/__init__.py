@@ -1,9 +1,9 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
 from mfsdp_func import checkpoint, inplace, optim
+from mfsdp_func.effects import faults
 from mfsdp_func.effects.agreement import agreement_check
 from mfsdp_func.effects.exchange_error import ExchangeError
-from mfsdp_func.effects.simulated import Simulation, SimulationError, SlowRankWarning, simulate
 from mfsdp_func.effects.token import Token
 from mfsdp_func.fsdp import FsdpContext, fully_shard
 from mfsdp_func.operations.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
@@ -12,6 +12,9 @@ from mfsdp_func.operations.norm import global_norm
 from mfsdp_func.operations.pipeline import pipeline
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.preflight import Preflight, preflight
+from mfsdp_func.simulation.errors import SimulationError, SlowRankWarning
+from mfsdp_func.simulation.results import Simulation
+from mfsdp_func.simulation.simulate import simulate
 from mfsdp_func.values.balance import OwnerBalance, WorkGroup, balance_owner_work
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.layout import GlobalLayout
@@ -76,6 +79,7 @@ __all__ = [
     "build_row_atomic_layout",
     "changed_mesh_axis",
     "checkpoint",
+    "faults",
     "finer_view",
     "fully_shard",
     "gather",

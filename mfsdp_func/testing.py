@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mfsdp_func.effects.simulated import Simulation, simulate
+from mfsdp_func.simulation.results import Simulation
+from mfsdp_func.simulation.simulate import simulate
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from torch.func import grad
 
 import mfsdp_func as mf
-from mfsdp_func.effects.simulated import Sent
 from mfsdp_func.optim import muon
 from mfsdp_func.preflight.traffic import Operation
+from mfsdp_func.simulation.results import Sent
 
 Shapes = list[tuple[int, ...]]
 

@@ -4,8 +4,8 @@ A name's line is the first sentence of its docstring; of a type alias or a const
 """
 
 import ast
-import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -15,11 +15,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 README = ROOT / "mfsdp_func" / "README.md"
 MARKS = ("<!-- reference -->", "<!-- end of the reference -->")
-NAMESPACES = ("mfsdp_func", "mfsdp_func.inplace", "mfsdp_func.optim", "mfsdp_func.checkpoint", "mfsdp_func.testing")
+NAMESPACES = (
+    "mfsdp_func",
+    "mfsdp_func.inplace",
+    "mfsdp_func.optim",
+    "mfsdp_func.checkpoint",
+    "mfsdp_func.faults",
+    "mfsdp_func.testing",
+)
 ROOMS = {
     "values": "Values: where everything lies, and who owns what",
     "plans": "Plans: what moves",
-    "effects": "Effects: tokens, checks, the simulated mesh",
+    "effects": "Effects: tokens, checks, faults",
+    "simulation": "The simulated mesh",
     "operations": "Operations on tensors",
     "fsdp": "Fully-sharded modules",
 }
@@ -43,7 +51,7 @@ def strings_of(path: Path) -> dict[str, str]:
 
 def home_of(namespace: str, name: str) -> Path:
     """The file that defines a public name, or where it comes into the package."""
-    here = Path(inspect.getfile(importlib.import_module(namespace)))
+    here = Path(inspect.getfile(pkgutil.resolve_name(namespace)))
     for node in ast.parse(here.read_text()).body:
         imported = node.names if isinstance(node, ast.ImportFrom) else ()
         if any((alias.asname or alias.name) == name for alias in imported) and node.module.startswith("mfsdp_func"):
@@ -62,7 +70,7 @@ def public_names(module: Any) -> list[str]:
 
 def lines_of(namespace: str) -> Iterator[tuple[str, str]]:
     """Room and line of each public name of a namespace."""
-    module = importlib.import_module(namespace)
+    module = pkgutil.resolve_name(namespace)
     for name in public_names(module):
         if inspect.ismodule(getattr(module, name)):
             continue

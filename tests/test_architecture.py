@@ -15,6 +15,7 @@ LAYERS = (
     ("values", ("values",)),
     ("plans", ("plans",)),
     ("effects", ("effects",)),
+    ("simulation", ("simulation",)),
     ("operations", ("operations",)),
     ("training", ("fsdp", "optim", "checkpoint")),
     ("edges", ("inplace", "preflight", "report", "testing", "__main__", "__init__")),
@@ -38,7 +39,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(file: Path) -> str:
-    """The module's name within the package: ``effects.simulated``; a folder's own is ``effects``."""
+    """The module's name within the package: ``effects.exchange``; a folder's own is ``effects``."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 

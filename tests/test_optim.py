@@ -8,8 +8,8 @@ from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from mfsdp_func import optim
-from mfsdp_func.effects.simulated import simulate
 from mfsdp_func.operations.gather_scatter import gather
+from mfsdp_func.simulation.simulate import simulate
 from mfsdp_func.values.balance import balance_owner_work
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import (

@@ -3,10 +3,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mfsdp_func.effects.simulated import simulate
 from mfsdp_func.effects.token import Token
 from mfsdp_func.operations.gather_scatter import gather, scatter
 from mfsdp_func.operations.pipeline import pipeline
+from mfsdp_func.simulation.simulate import simulate
 from mfsdp_func.values.balance import balance_owner_work
 from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
 from mfsdp_func.values.mesh import Mesh

@@ -128,15 +128,13 @@ def test_no_group_of_that_name() -> None:
 
 
 PRIVATE = re.compile(r"torch\._(?!foreach|_)\w+|_functorch\b|_python_dispatch\._|_current_level|_mode_key|import _\w+")
-ELSEWHERE = {"effects/rank_state.py", "effects/simulated.py"}
-"""Rooms of their own, and the reason in the modules' first lines: what simulated ranks must not share."""
 
 
 def test_effects_keep_to_the_room() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{n}: {line.strip()}"
         for file in sorted((ROOT / "effects").glob("*.py"))
-        if file.name != "torch_internals.py" and str(file.relative_to(ROOT)) not in ELSEWHERE
+        if file.name != "torch_internals.py"
         for n, line in enumerate(file.read_text().splitlines(), 1)
         if (match := PRIVATE.search(line)) and match.group() != "import _pytree"
     ]

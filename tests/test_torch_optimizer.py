@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp_func as mf
 from mfsdp_func import optim
-from mfsdp_func.effects.simulated import simulate
+from mfsdp_func.simulation.simulate import simulate
 from mfsdp_func.values.mesh import Mesh
 from tests.spawn import RankPool
 from tests.test_optim import MATRICES, SHAPES, assert_close, full_params, gradients, randn, shards_of, train_torch

@@ -19,7 +19,7 @@ All of them are there from torch 2.11 to 2.13. Tests named without a file are in
   being traced: ``proxy_tensor.get_proxy_mode``. Test: ``tests/composition/test_order.py``.
 - A process group by its name: ``distributed_c10d._resolve_process_group``. Test: ``tests/test_dtensor.py``.
 
-State that simulated ranks must each have for themselves is in `mfsdp_func.effects.rank_state`.
+State that simulated ranks must each have for themselves is in `mfsdp_func.simulation.rank_state`.
 """
 
 from contextlib import AbstractContextManager

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mfsdp_func.effects import simulated
 from mfsdp_func.effects.process_group import PROCESS_GROUPS
 from mfsdp_func.plans.rank_view import RankView, Transfer, group_messages
 from mfsdp_func.preflight.parts import Parts
 from mfsdp_func.preflight.settings import Settings
+from mfsdp_func.simulation.carrier import PACKING_NBYTES
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.ranges import Range
 
@@ -78,9 +78,7 @@ def _holders(
 
 def packing(settings: Settings) -> tuple[int, int]:
     """In elements that travel: from which size on pieces travel alone, and how large a packed message may be."""
-    nbytes = (
-        PROCESS_GROUPS.packing(settings.ranks) if settings.carrier == "process group" else simulated._PACKING_NBYTES
-    )
+    nbytes = PROCESS_GROUPS.packing(settings.ranks) if settings.carrier == "process group" else PACKING_NBYTES
     direct, packed = (max(1, size // settings.travel_dtype.itemsize) for size in nbytes)
     return direct, packed
 

@@ -7,9 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-
-class SimulationError(RuntimeError):
-    """The simulated ranks cannot go on: a deadlock, or a result read too early. Says which rank waits for what."""
+from mfsdp_func.simulation.errors import SimulationError
 
 
 class PoisonMode(TorchDispatchMode):
