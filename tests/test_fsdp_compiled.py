@@ -67,6 +67,43 @@ def test_a_whole_step(roles: str) -> None:
     on_each(shape, program)
 
 
+def accumulating(apply: Any) -> Any:
+    """Zeros, the sum over micro-batches, the reduction, the global norm and the clipped update."""
+
+    def step(params: Any, batches: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        zeros = apply.init_accumulator(params)
+        total = zeros
+        for x in batches.unbind():
+            part = grad(lambda zeros, x=x: loss_of(apply.accumulate(params, zeros, x), x))(zeros)
+            total = {key: mf.DBuffer(b.spec, b.local_buffer + part[key].local_buffer) for key, b in total.items()}
+        gradients = apply.reduce(total)
+        norm = mf.global_norm(gradients)
+        rate = 0.1 / norm.clamp(min=1.0)
+        new = {k: mf.DBuffer(b.spec, b.local_buffer - rate * gradients[k].local_buffer) for k, b in params.items()}
+        return new, norm
+
+    return step
+
+
+@pytest.mark.parametrize("roles", ["two", "hsdp"])
+def test_a_step_that_accumulates_and_clips(roles: str) -> None:
+    """All of it in one region, compiled once."""
+    module, data = net(blocks=1), cases.batches(8)
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(module, mesh, place(mesh, roles))
+        step, counter = accumulating(apply), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        fast, ours, theirs = compiled(step, counter), params, params
+        for x in data[number(mesh) :: mesh.size()][:2].split(1):
+            batches = torch.stack([x[0], x[0].flip(0)])
+            (ours, norm), (theirs, expected) = fast(ours, batches), step(theirs, batches)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=1e-12)
+            cases.assert_same_buffers(ours, theirs)
+        assert counter.frame_count == 1
+
+    on_each(cases.ROLES[roles][0], program)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_units_are_gathered_again(backend: str) -> None:
     """One unit's whole parameters at a time, besides the held ones: counted while the compiled code runs."""

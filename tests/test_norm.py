@@ -124,6 +124,25 @@ def test_clipping() -> None:
     assert all(norm == pytest.approx(0.5) for norm in mf.simulate(program, 4).results.values())
 
 
+@pytest.mark.parametrize("ord", [1.5, 2.0, math.inf])
+def test_compiled(ord: float) -> None:
+    """One graph; buffers over a part of the ranks too, and an error with its text."""
+
+    def program(mesh: Mesh) -> None:
+        torch._dynamo.reset()
+        column = Mesh(2, ranks=[r for r in mesh.ranks if r % 2 == mesh.get_rank() % 2], rank=mesh.get_rank())
+        buffers = buffers_of(mesh, [(layout_of("unpadded", 4), [ROWS, ROWS], 0, torch.float64)])
+        mixed = buffers + buffers_of(column, [(layout_of("unpadded", 2), [FULL], 1, torch.float64)])
+        norm = torch.compile(lambda tree: mf.global_norm(tree, ord=ord), fullgraph=True, backend="aot_eager")
+        for tree in (buffers, mixed):
+            torch.testing.assert_close(norm(tree), mf.global_norm(tree, ord=ord), rtol=1e-13, atol=0)
+        other = buffers_of(column, [(layout_of("unpadded", 2), [mf.Partial("sum")], 1, torch.float64)])
+        with pytest.raises(Exception, match="is not summed yet"):
+            norm(other)
+
+    mf.simulate(program, (2, 2))
+
+
 def test_nan_in_a_tensor_is_seen_on_every_rank() -> None:
     def program(mesh: Mesh) -> bool:
         (buffer,) = buffers_of(mesh, [(layout_of("unpadded", 2), [ROWS], 0, torch.float64)])

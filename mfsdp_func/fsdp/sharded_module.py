@@ -216,6 +216,11 @@ class ShardedModule:
         Along axes that these shard, gradients are reduced in every pass, and a shard is held; along the others
         (``Partial("avg")``, `Replicate`) they are reduced once, by `reduce`, and held whole.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._call_in_graph("_zeros", (sharded_params,), (), {})
+        return self._zeros(sharded_params)
+
+    def _zeros(self, sharded_params: Params) -> dict[str, DBuffer]:
         self._check(sharded_params, "sharded_params")
         trainable = {key: bound for key, bound in self.bound.items() if bound.trainable}
         return {

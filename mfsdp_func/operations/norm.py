@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.groups import flat_mesh
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.operations.spec_facts import fact_of
-from mfsdp_func.values.buffer_spec import BufferSpec, filled_ranges, is_first_replica
+from mfsdp_func.operations.spec_facts import fact_of, name_spec, spec_of
+from mfsdp_func.values.buffer_spec import BufferSpec, filled_ranges, has_partial, is_first_replica
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import build_for_row_atomic
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh, containing_mesh
@@ -58,22 +58,48 @@ def global_norm(
     wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
     dtype = torch.float64 if wide else torch.float32
     device = leaves[0].local_buffer.device if leaves else None
-    alike = {(leaf.mesh, shard_axes(leaf.placements)) for leaf in leaves}
+    given = None if mesh is None else as_mesh(mesh)
+    keys, ranks = [leaf.spec.key for leaf in leaves], None if given is None else mesh_facts(given)
+    name, counted, error = _reduction(tuple(keys), ranks, math.isinf(ord))
+    if error:
+        raise ValueError(error)
     parts = [torch.zeros((), dtype=torch.float64, device=device)]
-    for leaf in leaves:
-        # Where all lie alike, the axes that replicate are not reduced at all.
-        if (len(alike) == 1 and mesh is None) or is_first_replica(leaf.mesh, leaf.placements):
+    for leaf, is_counted in zip(leaves, counted, strict=True):
+        if is_counted:
             parts += [power_of(part, ord).to(device) for part in filled_parts(leaf)]
-    local = torch.stack(parts).max() if math.isinf(ord) else torch.stack(parts).sum()
-    if mesh is None and len(alike) == 1:
-        ((chosen, axes),) = alike
-    else:
-        chosen = flat_mesh(mesh_of_all("global_norm", [leaf.mesh for leaf in leaves], mesh))
-        axes = tuple(range(chosen.ndim))
     if math.isinf(ord):
-        return largest_over(chosen, axes, local).to(dtype)
-    total = summed_over(sum_spec(chosen, 1, axes), local.reshape(1), deterministic)[0]
+        return largest_over(spec_of(name), torch.stack(parts).max()).to(dtype)
+    total = summed_over(spec_of(name), torch.stack(parts).sum().reshape(1), deterministic)[0]
     return root_of(total, ord).to(dtype)
+
+
+def mesh_facts(mesh: Mesh) -> tuple[Any, ...]:
+    """The fields of a mesh: constants, where `torch.compile` traces."""
+    return mesh.shape, mesh.axis_names, mesh.ranks, mesh.rank
+
+
+@torch.compiler.assume_constant_result
+def _reduction(
+    keys: tuple[str, ...], given: tuple[Any, ...] | None, largest: bool
+) -> tuple[str, tuple[bool, ...], str]:
+    """The name of the spec over which buffers are reduced, which of them count here, and an error's text."""
+    specs = [BufferSpec.from_key(key) for key in keys]
+    alike = {(spec.mesh, shard_axes(spec.placements)) for spec in specs}
+    if given is None and len(alike) == 1:
+        # The axes that replicate are not reduced at all, so every rank counts.
+        ((chosen, axes),) = alike
+        counted = (True,) * len(specs)
+    else:
+        try:
+            chosen = flat_mesh(
+                mesh_of_all("global_norm", [s.mesh for s in specs], None if given is None else Mesh(*given))
+            )
+        except ValueError as error:
+            return "", (), str(error)
+        axes = tuple(range(chosen.ndim))
+        counted = tuple(is_first_replica(spec.mesh, spec.placements) for spec in specs)
+    spec = one_each_spec(chosen, axes) if largest else sum_spec(chosen, 1, axes)
+    return name_spec(spec), counted, ""
 
 
 def root_of(power: torch.Tensor, ord: float) -> torch.Tensor:
@@ -127,12 +153,17 @@ def summed_over(spec: BufferSpec, numbers: torch.Tensor, deterministic: bool = F
     return DBuffer(spec, numbers).redistribute(whole, deterministic=deterministic).local_buffer
 
 
-def largest_over(mesh: Mesh, axes: tuple[int, ...], number: torch.Tensor) -> torch.Tensor:
-    """The largest of the ranks' 0-D numbers: one all-gather per axis, of the last axes. NaN is larger than all."""
+def one_each_spec(mesh: Mesh, axes: tuple[int, ...]) -> BufferSpec:
+    """A buffer of one number of each rank along `axes`, the last ones of a mesh."""
     count = math.prod(mesh.size(axis) for axis in axes)
     placements = [RowAtomic() if axis in axes else Replicate() for axis in range(mesh.ndim)]
-    buffer = DBuffer(BufferSpec(mesh, placements, build_for_row_atomic([(count,)], count)), number.reshape(1))
-    return buffer.redistribute([Replicate()] * mesh.ndim).local_buffer.max()
+    return BufferSpec(mesh, placements, build_for_row_atomic([(count,)], count))
+
+
+def largest_over(spec: BufferSpec, number: torch.Tensor) -> torch.Tensor:
+    """The largest of the ranks' 0-D numbers, as `one_each_spec` says: one all-gather per axis. NaN is larger than all."""
+    whole = tuple([Replicate() for _ in spec.placements])
+    return DBuffer(spec, number.reshape(1)).redistribute(whole).local_buffer.max()
 
 
 def _check(leaf: object) -> None:
@@ -140,5 +171,5 @@ def _check(leaf: object) -> None:
         raise TypeError(f"global_norm: expected DBuffers, got a {type(leaf).__name__}")
     if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
         raise TypeError(f"global_norm: {leaf} holds no floating-point numbers; cast it first")
-    if any(isinstance(placement, Partial) for placement in leaf.placements):
+    if fact_of(has_partial, leaf.spec):
         raise ValueError(f"global_norm: {leaf} is not summed yet; reduce_scatter or allreduce its Partial axes first")

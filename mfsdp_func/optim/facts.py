@@ -8,7 +8,7 @@ import torch
 
 from mfsdp_func.effects.groups import flat_mesh, number_of_ranks
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.operations.norm import filled_parts, mesh_of_all, power_of, sum_spec, summed_over
+from mfsdp_func.operations.norm import filled_parts, mesh_facts, mesh_of_all, power_of, sum_spec, summed_over
 from mfsdp_func.operations.spec_facts import fact_of, name_spec, spec_of
 from mfsdp_func.optim.owners import Owners
 from mfsdp_func.values.buffer_spec import BufferSpec, counts_once, is_first_replica
@@ -209,8 +209,7 @@ def reduction(specs: Sequence[BufferSpec], where: Where, plain: bool) -> BufferS
             layouts.append(owners.key)
         else:
             layouts += [layout.key for layout in owners.values()]
-    mesh = where.mesh
-    given = None if mesh is None else (mesh.shape, mesh.axis_names, mesh.ranks, mesh.rank)
+    given = None if where.mesh is None else mesh_facts(where.mesh)
     name, error = _chosen(tuple(sorted(set(keys))), tuple(sorted(set(layouts))), given, plain)
     if error:
         raise ValueError(error)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from mfsdp_func.effects.groups import flat_mesh
 from mfsdp_func.operations.dbuffer import DBuffer
-from mfsdp_func.operations.norm import largest_over, sum_spec
+from mfsdp_func.operations.norm import largest_over, one_each_spec, sum_spec
 from mfsdp_func.optim.facts import Where, local_facts, over_all_ranks, reduction
 from mfsdp_func.optim.torch_groups import Group, local_of
 from mfsdp_func.values.buffer_spec import BufferSpec, is_first_replica
@@ -105,7 +105,8 @@ def clip_gradients(
     specs, where, plain = _places(groups, param_groups, mesh)
     if math.isinf(norm_type):
         spec = reduction(specs, where, plain)
-        norm = parts.max() if spec is None else largest_over(spec.mesh, tuple(range(spec.mesh.ndim)), parts.max())
+        every = None if spec is None else one_each_spec(spec.mesh, tuple(range(spec.mesh.ndim)))
+        norm = parts.max() if every is None else largest_over(every, parts.max())
     else:
         norm = over_all_ranks(parts.sum().reshape(1), specs, where, plain)[0].sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -165,6 +165,11 @@ def averages(spec: BufferSpec) -> bool:
     return Partial("avg") in spec.placements
 
 
+def has_partial(spec: BufferSpec) -> bool:
+    """Whether an axis is `Partial`."""
+    return any(isinstance(placement, Partial) for placement in spec.placements)
+
+
 def held_tensors(spec: BufferSpec) -> tuple[int, ...]:
     """The tensors of which this rank holds an element, ascending."""
     return tuple(sorted(i for i, _ in spec.layout.tensors_in(spec.local_range)))
