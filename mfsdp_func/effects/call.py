@@ -3,7 +3,6 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from mfsdp_func.effects.here import carrier_of, check_place, this_rank
 from mfsdp_func.effects.move import Options, in_flight, move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.origin import Origin, origin_here
-from mfsdp_func.effects.token import After, AnyStream, Pending, Token, as_tokens, mark_used
+from mfsdp_func.effects.streams import SIMULATED_STREAMS, AnyStream, mark_used, streams_of
+from mfsdp_func.effects.token import After, Pending, Token, as_tokens
 from mfsdp_func.plans.linear_map import LinearMap
 
 
@@ -175,8 +175,8 @@ def run(
     Raises:
         ValueError: if a stream is given for tensors that are not on CUDA.
     """
-    if options.device.type == "cuda":
-        return _run_on_cuda(linear, options, inputs, tokens, order)
+    if options.device.type == "cuda" or SIMULATED_STREAMS.get() is not None:
+        return _run_on_streams(linear, options, inputs, tokens, order)
     if order.stream is not None:
         raise ValueError(
             f"{linear.label}: stream= is for CUDA tensors, these are on {options.device}; use async_op=True"
@@ -192,14 +192,16 @@ def run(
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
 
-def _run_on_cuda(
+def _run_on_streams(
     linear: LinearMap, options: Options, inputs: Sequence[torch.Tensor], tokens: Sequence[Token], order: Order
 ) -> tuple[tuple[torch.Tensor, ...], Token]:
-    current = torch.cuda.current_stream(options.device)
-    chosen = order.stream or (_side_stream(options.device) if order.async_op else current)
+    """`run` where streams order work: it is queued, after what it needs, and an event tells its end."""
+    streams = streams_of(options.device)
+    current = streams.current_stream(options.device)
+    chosen = order.stream or (streams.side_stream(options.device) if order.async_op else current)
     if order.stream is None and order.async_op:
         chosen.wait_stream(current)
-    with torch.cuda.stream(chosen):  # pyright: ignore[reportArgumentType]
+    with streams.on_stream(chosen):
         for token in tokens:
             token.wait(chosen)
         link, outputs = move(linear, options, joined_link(tokens), inputs)
@@ -207,8 +209,7 @@ def _run_on_cuda(
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
             mark_used(tensor, chosen)
-        event = torch.cuda.Event()
-        event.record(chosen)  # pyright: ignore[reportArgumentType]
+        event = chosen.record_event()
     work = Pending(linear.label, _nothing, (), (*outputs, link), event)
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
@@ -276,11 +277,6 @@ def joined_link(tokens: Sequence[Token]) -> torch.Tensor | None:
 
 def _dtype(options: Options, outputs: Sequence[torch.Tensor]) -> torch.dtype | None:
     return outputs[0].dtype if outputs else options.dtype
-
-
-@cache
-def _side_stream(device: torch.device) -> "torch.cuda.Stream":
-    return torch.cuda.Stream(device)
 
 
 def _nothing() -> None:

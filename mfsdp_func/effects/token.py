@@ -7,21 +7,16 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.torch_internals import outside_transforms, unwrapped
-
-AnyStream: TypeAlias = torch.Stream | torch.cuda.Stream
-
-
-def mark_used(tensor: torch.Tensor, stream: AnyStream) -> None:
-    """Tell the CUDA allocator that a stream uses a tensor; inside `torch.func` transforms too."""
-    unwrapped(tensor).record_stream(stream)
+from mfsdp_func.effects.streams import AnyStream, mark_used, streams_of
+from mfsdp_func.effects.torch_internals import outside_transforms
 
 
 class Pending:
     """Work in flight of one operation: it ends, once, when somebody waits for it.
 
-    On CPU, `finish` waits for the messages and unpacks them. On CUDA everything is already queued on a stream:
-    `event` says where, and `finish` has nothing to do. `keep` holds what the work still reads until then.
+    On CPU, `finish` waits for the messages and unpacks them; `keep` holds what the work still reads until then. On CUDA
+    everything is already queued on a stream: `event` says where, `finish` has nothing to do, and the allocator knows of
+    all that is read.
     """
 
     def __init__(
@@ -30,7 +25,7 @@ class Pending:
         finish: Callable[[], None],
         keep: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        event: "torch.cuda.Event | None" = None,
+        event: Any = None,
     ) -> None:
         self.label = label
         self._finish: Callable[[], None] | None = finish
@@ -60,13 +55,11 @@ class Pending:
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            waiting = stream or torch.cuda.current_stream(self._outputs[0].device if self._outputs else None)
+            device = self._outputs[0].device
+            waiting: Any = stream or streams_of(device).current_stream(device)
             waiting.wait_event(self._event)
             for output in self._outputs:
                 mark_used(output, waiting)
-            # Queued on `waiting` from here on: the allocator, told by record_stream, now guards the inputs too.
-            for tensor in self._keep:
-                mark_used(tensor, waiting)
         else:
             self._keep = self._outputs = ()
 

@@ -23,6 +23,7 @@ State that simulated ranks must each have for themselves is in `mfsdp_func.simul
 """
 
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from traceback import StackSummary
 from typing import Any
 
@@ -51,9 +52,13 @@ def is_traced() -> bool:
     return bool(modes) and any(getattr(mode, "_mode_key", None) is not None for mode in modes)
 
 
+RECORDERS: ContextVar[int] = ContextVar("mfsdp_func_recorders", default=0)
+"""Number of dispatch modes of this thread that only record what runs: for them, what runs must be what runs without."""
+
+
 def is_watched() -> bool:
-    """Whether any dispatch mode is active: a tracer, or one that only watches operators."""
-    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
+    """Whether any dispatch mode is active, but for those that only record: a tracer, or one that watches operators."""
+    return torch._C._len_torch_dispatch_stack() > RECORDERS.get()  # pyright: ignore[reportPrivateUsage]
 
 
 def is_untransformed() -> bool:
@@ -66,9 +71,9 @@ def is_untransformed() -> bool:
 
 
 def is_alone() -> bool:
-    """Whether nothing at all looks on: no dispatch mode, no transform and no forward-mode differentiation."""
+    """Whether nothing looks on, but modes that only record: no transform, no forward-mode differentiation."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
+        torch._C._len_torch_dispatch_stack() <= RECORDERS.get()  # pyright: ignore[reportPrivateUsage]
         and _functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
     )

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.call import Order, Wanted, check_tensors, joined_link, run, run_traced, tell_fault
 from mfsdp_func.effects.here import check_place
-from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
+from mfsdp_func.effects.streams import AnyStream
+from mfsdp_func.effects.token import After, Token, as_tokens
 from mfsdp_func.operations.dtensor import to_dtensor
 from mfsdp_func.operations.spec_facts import fact_of, spec_of
 from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step

@@ -11,7 +11,8 @@ import torch
 from mfsdp_func.effects.call import Order, Wanted, check_tensors, run, run_traced, tell_fault
 from mfsdp_func.effects.here import check_place
 from mfsdp_func.effects.move_operator import remember
-from mfsdp_func.effects.token import After, AnyStream, Token, as_tokens
+from mfsdp_func.effects.streams import AnyStream
+from mfsdp_func.effects.token import After, Token, as_tokens
 from mfsdp_func.plans.plan import Plan, gather_plan, join_plans, scatter_plan
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
