@@ -12,9 +12,9 @@ from mfsdp_func.plans.plan import gather_plan
 from mfsdp_func.values.balance import OwnerBalance, WorkGroup, balance_owner_work
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import build_for_row_atomic, build_for_row_atomic_unpadding
+from mfsdp_func.values.load_bound import load_lower_bound
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.owner_planning import GroupOwnerLayout, assign_owner_work, ns_cost_fn
-from mfsdp_func.values.owner_search import load_lower_bound
 from mfsdp_func.values.placement import Replicate, RowAtomic
 from tests.strategies import layouts, meshes
 
@@ -174,6 +174,13 @@ class TestLaws:
         assert load_lower_bound([1] * 10, 4) == 3
         assert load_lower_bound([9] * 48 + [3], 64) == 9
         assert load_lower_bound([], 3) == 0
+
+    def test_packing_bound(self) -> None:
+        """A 70B Llama on 256 ranks: 160 squares do not fit into the 16 ranks that have no large matrix."""
+        large, square, small = 43.98, 16.49, 1.32
+        costs = [large] * 240 + [square] * 160 + [small] * 160
+        assert load_lower_bound(costs, 256) == pytest.approx(large + square, rel=2e-6)
+        assert load_lower_bound(costs, 256) <= large + square
 
 
 class TestMeshes:

@@ -94,3 +94,18 @@ def test_workloads_have_the_models_sizes() -> None:
     assert found["gpt2 fp32"].nbytes == found["gpt2 blocks fp32"].nbytes == 4 * 12 * 12 * 768**2
     assert found["llama blocks bf16"].dtype == torch.bfloat16
     assert len(found["small fp32"].groups[0]) == 2001
+
+
+@pytest.mark.usefixtures("modules")
+def test_preflight_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import preflight  # pyright: ignore[reportMissingImports]
+
+    small = preflight.LLAMA_70B._replace(values=preflight.LLAMA_70B.values | {"num_hidden_layers": 2})
+    monkeypatch.setattr(preflight, "MODELS", {})
+    assert preflight.time_rows() == []
+    seconds, matrices = preflight.seconds_of(small, 16)
+    assert (seconds > 0, matrices) == (True, 14)
+    one, nodes = preflight.figure_rows(preflight.answers(small, (16,)))
+    assert (one["mesh"], nodes["mesh"], nodes["between nodes"]) == ("16", "2x8", "0.0%")
+    assert one["bound"] <= one["owner load, max / mean"]

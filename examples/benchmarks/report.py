@@ -22,20 +22,26 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 def put_into(results: dict[str, Any], file: Path) -> None:
     """Write the tables into a Markdown file, in the place of what stands between its two marks."""
-    before, after = around_marks(file)
-    file.write_text("\n".join([before + MARKS[0], "", *_sections(results), MARKS[1] + after]))
+    put_lines(_sections(results), file, MARKS)
 
 
-def around_marks(file: Path) -> tuple[str, str]:
+def put_lines(lines: Sequence[str], file: Path, marks: tuple[str, str]) -> None:
+    """Write lines into a Markdown file, in the place of what stands between two marks."""
+    before, after = around_marks(file, marks)
+    file.write_text("\n".join([before + marks[0], "", *lines, marks[1] + after]))
+
+
+def around_marks(file: Path, marks: tuple[str, str] | None = None) -> tuple[str, str]:
     """The text before and after the place of the tables in a Markdown file.
 
     Raises:
         ValueError: if it lacks one of the marks.
     """
-    before, _, rest = file.read_text().partition(MARKS[0])
-    _, found, after = rest.partition(MARKS[1])
+    first, last = marks or MARKS
+    before, _, rest = file.read_text().partition(first)
+    _, found, after = rest.partition(last)
     if not found:
-        raise ValueError(f"{file} lacks the marks {' and '.join(MARKS)}, between which the tables go")
+        raise ValueError(f"{file} lacks the marks {first} and {last}, between which the tables go")
     return before, after
 
 
@@ -49,20 +55,20 @@ def _sections(results: dict[str, Any]) -> list[str]:
     for section, columns, title in _MEASURED:
         rows = _joined(results["ranks"], section, columns)
         if rows:
-            lines += [f"### {title}", "", f"Numbers: {sizes}.", "", *_table(rows), ""]
+            lines += [f"### {title}", "", f"Numbers: {sizes}.", "", *table(rows), ""]
     for found in results["ranks"].values():
         if found.get("thresholds"):
-            lines += ["### Direct and packed messages, 64 pieces each way", "", *_table(found["thresholds"]), ""]
+            lines += ["### Direct and packed messages, 64 pieces each way", "", *table(found["thresholds"]), ""]
     for section, title in (("planning", "Planning, one process"), ("load", "Owner load, max over mean")):
         if results.get(section):
-            lines += [f"### {title}", "", *_table(results[section]), ""]
+            lines += [f"### {title}", "", *table(results[section]), ""]
     if results.get("overlap"):
-        lines += ["### Slowed link, 2 ranks, 12 groups", "", *_table(results["overlap"]), ""]
+        lines += ["### Slowed link, 2 ranks, 12 groups", "", *table(results["overlap"]), ""]
     if results.get("model"):
         model = results["model"]
         title = f"alpha {model['alpha'] * 1e6:.0f} us per message, {1e-9 / max(model['beta'], 1e-15):.2f} GB/s"
         lines += [f"### Not measured: gather of GPT-2's blocks by the alpha-beta model ({title})", ""]
-        lines += [*_table(model["rows"]), ""]
+        lines += [*table(model["rows"]), ""]
     return lines
 
 
@@ -128,7 +134,8 @@ def _joined(ranks: dict[str, Any], section: str, columns: Sequence[str]) -> Rows
     return rows
 
 
-def _table(rows: Rows) -> list[str]:
+def table(rows: Rows) -> list[str]:
+    """The rows as a Markdown table."""
     columns = list(dict.fromkeys(name for row in rows for name in row if not isinstance(row[name], dict)))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_cell(name, row.get(name)) for name in columns) + " |" for row in rows]

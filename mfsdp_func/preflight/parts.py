@@ -19,8 +19,8 @@ from mfsdp_func.preflight.settings import Settings
 from mfsdp_func.values.balance import Trade, WorkGroup, balance_owner_work
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.layout_builder import build_row_atomic_layout
+from mfsdp_func.values.load_bound import load_lower_bound
 from mfsdp_func.values.owner_planning import assign_owner_work
-from mfsdp_func.values.owner_search import load_lower_bound
 from mfsdp_func.values.padding import PaddingReport, PaddingWarning, finer_view, padding_report
 
 

@@ -36,7 +36,7 @@ class Trade:
     Attributes:
         max_load: work of the busiest rank, in units of the cost function.
         mean_load: work of all tensors over the number of ranks.
-        load_bound: no choice of owners has a smaller `max_load`; see `mfsdp_func.values.owner_search.load_lower_bound`.
+        load_bound: no choice of owners has a smaller `max_load`; see `mfsdp_func.values.load_bound.load_lower_bound`.
         moved_nbytes: bytes that one gather of all groups sends between ranks, in one replica group.
         inter_node_nbytes: those of them that leave a node.
         least_nbytes: no choice of owners moves fewer bytes: each tensor on the rank that holds most of it.
@@ -137,14 +137,15 @@ def balance_owner_work(
     work, ranks_of_group = _read(given, cost_fns, ranks_per_node, inter_node_factor)
     even = pack_evenly(work)
     peak = max(work.loads(even), default=0.0)
-    plans = [pack_near(work, even)]
+    plans = [even]
     for stretch in _STRETCHES if byte_cost else _STRETCHES[:1]:
         # The first is tried in vain where packing is tight; without a price on bytes, nothing pays for a higher load.
         plan = pack_on_holders(work, peak * stretch)
-        if plan is not None:
-            plans.append(pack_near(work, plan))
+        if plan is not None and plan not in plans:
+            plans.append(plan)
+    near = [pack_near(work, plan) for plan in plans]
     measured = sorted(
-        ((_measure(work, plan, byte_cost, element_nbytes), work.price(plan), plan) for plan in plans),
+        ((_measure(work, plan, price, byte_cost, element_nbytes), price, plan) for price, plan in near),
         key=lambda item: (item[0].max_load, item[1]),
     )
     best, _, plan = min(measured, key=lambda item: (item[0].objective, item[1]))
@@ -204,7 +205,7 @@ def _read(
 ) -> tuple[Work, list[dict[int, int]]]:
     """All items, and for each group, machine -> rank."""
     machines = _Machines(ranks_per_node)
-    holdings: dict[tuple[GlobalLayout, int], dict[int, tuple[dict[int, int], dict[int, int]]]] = {}
+    holdings: dict[tuple[GlobalLayout, int], dict[int, _Holders]] = {}
     items: list[tuple[tuple[float, int, int], Item]] = []
     family_of: list[int] = []
     for g, group in enumerate(groups):
@@ -220,33 +221,39 @@ def _read(
         for i in indices:
             if i not in known:
                 known[i] = _holders(layout, i, machines.families[family], machines.node_of, inter_node_factor)
-            held, on_node = known[i]
-            if not held:
+            if not known[i].held:
                 raise ValueError(
                     f"balance_owner_work: nobody holds tensor {i} {tuple(layout.tensor_shapes[i])} of group {g}; leave"
                     " out tensors without rows"
                 )
-            item = Item(g, i, costs[i], layout.tensor_numels[i], family, held, on_node)
+            item = Item(g, i, costs[i], layout.tensor_numels[i], family, *known[i])
             items.append(((-costs[i], g, layout.tensor_to_offset[i]), item))
     items.sort(key=lambda pair: pair[0])
     work = Work(tuple(item for _, item in items), tuple(machines.families), tuple(machines.node_of), inter_node_factor)
     return work, [machines.rank_of[family] for family in family_of]
 
 
+class _Holders(NamedTuple):
+    """Who holds a tensor; see `Item`."""
+
+    held: dict[int, int]
+    saved: dict[int, float]
+    on_node: dict[int, int]
+
+
 def _holders(
     layout: GlobalLayout, tensor: int, family: Sequence[int], node_of: Sequence[int], inter_node_factor: float
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Elements of a tensor by machine, the best owners first, and by node."""
+) -> _Holders:
     shards = layout.shards_of(tensor, Range(0, layout.tensor_numels[tensor]), len(family))
     held = {family[k]: part.numel for k, part in shards}
     on_node: dict[int, int] = defaultdict(int)
     for machine, numel in held.items():
         on_node[node_of[machine]] += numel
     saved = {m: numel + (inter_node_factor - 1) * on_node[node_of[m]] for m, numel in held.items()}
-    return {m: held[m] for m in sorted(held, key=saved.__getitem__, reverse=True)}, dict(on_node)
+    return _Holders(held, {m: saved[m] for m in sorted(saved, key=saved.__getitem__, reverse=True)}, dict(on_node))
 
 
-def _measure(work: Work, plan: Assignment, byte_cost: float, element_nbytes: int) -> Trade:
+def _measure(work: Work, plan: Assignment, price: float, byte_cost: float, element_nbytes: int) -> Trade:
     ranks = max(1, len(work.node_of))
     peak, moved, between = max(work.loads(plan), default=0.0), 0, 0
     for item, machine in zip(work.items, plan, strict=True):
@@ -259,5 +266,5 @@ def _measure(work: Work, plan: Assignment, byte_cost: float, element_nbytes: int
         moved_nbytes=element_nbytes * moved,
         inter_node_nbytes=element_nbytes * between,
         least_nbytes=element_nbytes * sum(item.numel - max(item.held.values()) for item in work.items),
-        objective=peak + byte_cost * element_nbytes * work.price(plan) / ranks,
+        objective=peak + byte_cost * element_nbytes * price / ranks,
     )

@@ -2,12 +2,14 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import islice
 from typing import NamedTuple, TypeAlias
+
+from mfsdp_func.values.load_bound import load_lower_bound
 
 _ROUNDING = 1 + 1e-9
 _CLOSE = 1 + 1e-3
@@ -27,7 +29,9 @@ class Item(NamedTuple):
         cost: its work.
         numel: its elements.
         family: which of ``Work.families`` may own it.
-        held: machine -> elements that it holds; those that would own it at the least price come first.
+        held: machine -> elements that it holds.
+        saved: each of them -> what less it costs to move the tensor there than to a machine of a node that holds nothing,
+            in priced elements; the best owners come first.
         on_node: node -> elements that its machines hold.
     """
 
@@ -37,6 +41,7 @@ class Item(NamedTuple):
     numel: int
     family: int
     held: Mapping[int, int]
+    saved: Mapping[int, float]
     on_node: Mapping[int, int]
 
 
@@ -71,6 +76,21 @@ class Work:
         return tuple(sorted({item.family for item in self.items}))
 
     @cached_property
+    def alike(self) -> tuple[tuple[tuple[int, ...], list[tuple[int, int]]], ...]:
+        """The items of each cost and family, if more than one; and which would like which machine, who saves most first."""
+        found: dict[tuple[float, int], list[int]] = defaultdict(list)
+        for n, item in enumerate(self.items):
+            found[item.cost, item.family].append(n)
+        return tuple((tuple(numbers), self._wishes(numbers)) for numbers in found.values() if len(numbers) > 1)
+
+    def _wishes(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        tried = max(2, min(_HOLDERS_TRIED, _WISHES // len(numbers)))
+        wishes = [
+            (-saved, n, machine) for n in numbers for machine, saved in islice(self.items[n].saved.items(), tried)
+        ]
+        return [(n, machine) for _, n, machine in sorted(wishes)]
+
+    @cached_property
     def bound(self) -> float:
         """See `load_lower_bound`."""
         return load_lower_bound([item.cost for item in self.items], max(1, len(self.node_of)))
@@ -84,30 +104,14 @@ class Work:
 
     def price_of(self, item: Item, machine: int) -> float:
         """Priced elements that move where `machine` owns `item`."""
-        moved = item.numel - item.held.get(machine, 0)
-        if self.node_count == 1:
-            return moved
-        return moved + (self.inter_node_factor - 1) * (item.numel - item.on_node.get(self.node_of[machine], 0))
+        saved = item.saved.get(machine)
+        if saved is None:
+            saved = (self.inter_node_factor - 1) * item.on_node.get(self.node_of[machine], 0)
+        return self.inter_node_factor * item.numel - saved
 
     def price(self, plan: Assignment) -> float:
         """Priced elements that move under a plan."""
         return sum(map(self.price_of, self.items, plan))
-
-
-def load_lower_bound(costs: Iterable[float], ranks: int) -> float:
-    """The busiest of `ranks` ranks has at least this work, however tensors of these costs are shared out.
-
-    The largest of: the mean; the largest cost; and, for every k, the k + 1 smallest of the ``k * ranks + 1`` largest
-    costs together, for one rank gets k + 1 of those (pigeonhole).
-
-    >>> load_lower_bound([5, 5, 5], 2)
-    10
-    """
-    ordered = sorted(costs, reverse=True)
-    bound = max(sum(ordered) / ranks, max(ordered, default=0.0))
-    for k in range(1, (len(ordered) - 1) // ranks + 1):
-        bound = max(bound, sum(ordered[k * ranks - k : k * ranks + 1]))
-    return bound
 
 
 def pack_evenly(work: Work) -> Assignment:
@@ -217,38 +221,31 @@ def _best_step(
     return step
 
 
-def pack_near(work: Work, plan: Assignment) -> Assignment:
-    """The same loads, up to names of machines, with less to move.
+def pack_near(work: Work, plan: Assignment) -> tuple[float, Assignment]:
+    """The same loads, up to names of machines, with less to move; and the price of that.
 
     Machines trade their whole loads, then items of equal cost trade places: first each to a holder, those that gain
     most before others, then the rest to a machine on a holder's node.
     """
-    plan = min((plan, _renamed(work, plan)), key=work.price)
-    alike: dict[tuple[float, int], list[int]] = defaultdict(list)
-    for n, item in enumerate(work.items):
-        alike[item.cost, item.family].append(n)
-    traded = list(plan)
-    for numbers in alike.values():
-        if len(numbers) > 1:
-            _trade(work, numbers, traded)
-    return min((plan, traded), key=work.price)
+    best = min(((work.price(each), each) for each in (plan, _renamed(work, plan))), key=_first)
+    traded = list(best[1])
+    for numbers, wishes in work.alike:
+        _trade(work, numbers, wishes, traded)
+    return min(best, (work.price(traded), traded), key=_first)
 
 
-def _trade(work: Work, numbers: Sequence[int], plan: Assignment) -> None:
+def _first(pair: tuple[float, Assignment]) -> float:
+    return pair[0]
+
+
+def _trade(work: Work, numbers: Sequence[int], wishes: Sequence[tuple[int, int]], plan: Assignment) -> None:
     """Hand the places of some items out among them."""
     places: dict[int, int] = defaultdict(int)
     for n in numbers:
         places[plan[n]] += 1
-    tried = max(2, min(_HOLDERS_TRIED, _WISHES // len(numbers)))
-    wishes = sorted(
-        (work.price_of(item := work.items[n], machine) - work.inter_node_factor * item.numel, n, machine)
-        for n in numbers
-        for machine in islice(work.items[n].held, tried)
-        if machine in places
-    )
     left = dict.fromkeys(numbers)
-    for _, n, machine in wishes:
-        if n in left and places[machine]:
+    for n, machine in wishes:
+        if n in left and places.get(machine):
             plan[n] = machine
             places[machine] -= 1
             del left[n]
@@ -271,8 +268,8 @@ def _renamed(work: Work, plan: Assignment) -> Assignment:
     tried = max(2, min(_HOLDERS_TRIED, _WISHES // max(1, len(work.items))))
     gains: dict[tuple[int, int], int] = defaultdict(int)
     for item, machine in zip(work.items, plan, strict=True):
-        for holder, numel in islice(item.held.items(), tried):
-            gains[machine, holder] += numel
+        for holder in islice(item.saved, tried):
+            gains[machine, holder] += item.held[holder]
     name: dict[int, int] = {}
     taken = set[int]()
     for (machine, holder), _ in sorted(gains.items(), key=lambda pair: (-pair[1], pair[0])):
@@ -298,21 +295,32 @@ def pack_on_holders(work: Work, capacity: float) -> Assignment | None:
     plan: Assignment = []
     for item in work.items:
         room = capacity - item.cost
-        able = [machine for machine in islice(item.held, _HOLDERS_TRIED) if loads[machine] <= room]
-        if not able and work.node_count > 1:
+        machine = _best_holder(item, loads, room)
+        if machine is None and work.node_count > 1:
             node = max(item.on_node, key=item.on_node.__getitem__)
             name = node, item.family
             if name not in on_node:
                 on_node[name] = tuple(m for m in work.families[item.family] if work.node_of[m] == node)
             least = _least_loaded(heaps, loads, name, on_node[name])
-            able = [least] if loads[least] <= room else []
-        if not able:
-            able = [_least_loaded(heaps, loads, item.family, work.families[item.family])]
-            if loads[able[0]] > room:
+            machine = least if loads[least] <= room else None
+        if machine is None:
+            machine = _least_loaded(heaps, loads, item.family, work.families[item.family])
+            if loads[machine] > room:
                 return None
-        machine = able[0]
-        if len(able) > 1:
-            machine = min(able, key=lambda machine: (work.price_of(item, machine), loads[machine]))
         loads[machine] += item.cost
         plan.append(machine)
     return plan
+
+
+def _best_holder(item: Item, loads: Sequence[float], room: float) -> int | None:
+    """Of the holders that have room, the one that saves most; of several such, the least loaded."""
+    best, most = None, 0.0
+    for machine, saved in islice(item.saved.items(), _HOLDERS_TRIED):
+        if loads[machine] <= room:
+            if best is None:
+                best, most = machine, saved
+            elif saved < most:
+                break
+            elif loads[machine] < loads[best]:
+                best = machine
+    return best
