@@ -187,4 +187,4 @@ def calls_watched() -> Iterator[dict[int, list[str]]]:
 
 def bytes_of(apply: ShardedModule) -> dict[str, int]:
     """Group -> bytes of its whole buffer in compute dtype."""
-    return {key: bound.whole.local_numel * bound.param_dtype.itemsize for key, bound in apply.bound.items()}
+    return {key: bound.whole.local_numel * bound.param_dtype.itemsize for key, bound in apply.param_groups.items()}

@@ -69,7 +69,7 @@ def train(mesh: mf.Mesh, result: mf.Preflight, make: Callable[[], torch.nn.Modul
     )
     apply, params = mf.fully_shard(make(), mesh, placements, context=context)
     for key, part in result.parts.parts.items():
-        assert apply.bound[key].spec.layout == part.layout
+        assert apply.param_groups[key].spec.layout == part.layout
     gradients = grad(lambda params: loss_of(apply(params, data)))(params)
     owners = result.owner_layouts(mesh)
     optimizer = muon(0.1, owner_layout=owners, ns_dtype=settings.travel_dtype, ns_steps=1)

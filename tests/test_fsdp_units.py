@@ -466,4 +466,4 @@ def test_at_rest_nothing_of_the_module_is_kept() -> None:
     del module
     gc.collect()
     assert not any(part() is not None for part in parts)
-    assert stored == sum(bound.spec.local_numel * 8 for bound in apply.bound.values())
+    assert stored == sum(bound.spec.local_numel * 8 for bound in apply.param_groups.values())

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +25,7 @@ from mfsdp_func.effects.torch_internals import (
     process_group_named,
     unwrapped,
 )
+from mfsdp_func.fsdp import torch_internals as units
 
 ROOT = Path(torch_internals.__file__).parents[1]
 
@@ -127,13 +130,115 @@ def test_no_group_of_that_name() -> None:
     assert process_group_named("there is none") is None
 
 
+def test_hooks_allowed() -> None:
+    """Where transforms forbid saved-tensor hooks they count all the same; afterwards it is as before."""
+    packed: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with (
+            units.hooks_allowed(),
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
+        ):
+            (torch.ones(2, requires_grad=True) * 2).square()
+        with pytest.raises(RuntimeError, match="saved tensor hooks"), saved_tensors_hooks(lambda t: t, lambda t: t):
+            pass
+        return x.sum()
+
+    grad(function)(torch.ones(2))
+    assert packed
+    packed.clear()
+    make_fx(lambda x: (function_of_hooks(packed), x.sum())[1])(torch.ones(2))
+    assert packed
+
+
+def function_of_hooks(packed: list[torch.Tensor]) -> None:
+    with units.hooks_allowed(), saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        torch.ones(2, requires_grad=True).square()
+
+
+def test_hooks_above() -> None:
+    assert units.hooks_above() is None
+    pair = (lambda t: t, lambda t: t * 2)
+    with saved_tensors_hooks(*pair):
+        pack, unpack = units.hooks_above()
+        assert float(unpack(pack(torch.tensor(3.0)))) == 6
+    assert units.hooks_above() is None
+
+
+def test_the_backward_pass_that_runs() -> None:
+    found: list[tuple[bool, str]] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            found.append((units.keeps_graph(), units.current_node().name()))
+            return gradient
+
+    y = Looks.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert found == [(True, "LooksBackward"), (False, "LooksBackward")]
+    assert units.current_node() is None
+
+
+def test_wrapped() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append((units.is_wrapped(x), units.is_batched(x)))
+        inner = units.inner_of(x)
+        found.append((units.is_wrapped(inner), units.is_batched(inner)))
+        return x.sum()
+
+    vmap(grad(function))(torch.ones(3, 2))
+    assert found == [(True, False), (True, True)]
+    assert not units.is_wrapped(torch.ones(2))
+
+
+def test_storage_of() -> None:
+    one = torch.arange(6.0)
+    assert units.storage_of(one) == units.storage_of(one.view(2, 3)[1]) == units.storage_of(one.detach())
+    assert units.storage_of(one) != units.storage_of(one.clone())
+    assert units.storage_of(torch.eye(2).to_sparse()) == 0
+
+
+def test_version_of() -> None:
+    one = torch.zeros(4)
+    one[1:].add_(1)
+    assert units.version_of(one) == 1
+    assert units.version_of(one.data) == 0
+    with torch.inference_mode():
+        assert units.version_of(torch.zeros(1).add_(1)) == 0
+
+
+def test_negative_views() -> None:
+    one = torch.ones(2)
+    negative = units.negative_view(one)
+    assert negative.is_neg()
+    assert negative.tolist() == [-1, -1]
+    assert units.storage_of(negative) == units.storage_of(one)
+
+
+def test_fake_tensors() -> None:
+    found: list[bool] = []
+    make_fx(lambda x: (found.append(units.is_fake(x)), x + 1)[1], tracing_mode="fake")(torch.ones(2))
+    assert found == [True]
+    assert not units.is_fake(torch.ones(2))
+
+
 PRIVATE = re.compile(r"torch\._(?!foreach|_)\w+|_functorch\b|_python_dispatch\._|_current_level|_mode_key|import _\w+")
 
 
-def test_effects_keep_to_the_room() -> None:
+@pytest.mark.parametrize("room", ["effects", "fsdp"])
+def test_a_room_keeps_to_its_module(room: str) -> None:
     found = [
         f"{file.relative_to(ROOT)}:{n}: {line.strip()}"
-        for file in sorted((ROOT / "effects").glob("*.py"))
+        for file in sorted((ROOT / room).glob("*.py"))
         if file.name != "torch_internals.py"
         for n, line in enumerate(file.read_text().splitlines(), 1)
         if (match := PRIVATE.search(line)) and match.group() != "import _pytree"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_func.effects.agreement import agree, bytes_of, checking
 from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.here import carrier_of
-from mfsdp_func.fsdp.bound import Bound
+from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.fsdp.grouping import (
     Entry,
@@ -24,6 +24,7 @@ from mfsdp_func.fsdp.grouping import (
     resolve_names,
     resolve_owners,
 )
+from mfsdp_func.fsdp.param_group import ParamGroup
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.fsdp.skeleton import copy_without_parameters
 from mfsdp_func.fsdp.values import Values
@@ -107,11 +108,11 @@ def fully_shard(
     device = _device(module, value, chosen)
     skeleton = copy_without_parameters(module, device)
     values = Values(module, skeleton, device, chosen)
-    bound = {key: _bind(group, value, placements, choices) for key, group in groups.items()}
+    param_groups = {key: _param_group(group, value, placements, choices) for key, group in groups.items()}
     params: dict[str, DBuffer] = {}
     seen = hashlib.sha256(repr(groups.keys()).encode()) if checking() else None
     for key, group in groups.items():
-        spec = bound[key].spec
+        spec = param_groups[key].spec
         shapes = spec.layout.tensor_shapes
         full = [values.parameter(entry).reshape(s) for entry, s in zip(group.entries, shapes, strict=True)]
         params[key] = DBuffer.distribute_tensors(full, value, spec.placements, spec.layout)
@@ -125,10 +126,7 @@ def fully_shard(
     frozen = {key: buffer for key, buffer in params.items() if not groups[key].trainable}
     apply = ShardedModule(
         skeleton,
-        found,
-        groups,
-        places,
-        bound,
+        Arrangement(found, groups, places, param_groups),
         frozen,
         prefetch=chosen.prefetch,
         recompute=_recomputed(found, chosen.recompute),
@@ -196,7 +194,7 @@ def _choices(module: nn.Module, places: Places, placements: Placements, context:
     return _Choices(context, owners, frozenset(finer))
 
 
-def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> Bound:
+def _param_group(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -> ParamGroup:
     context, layout = choices.context, _layout(group, mesh, placements, choices)
     param_dtype = context.param_dtype if context.param_dtype and group.dtype.is_floating_point else group.dtype
     if param_dtype.is_complex and context.reduce_dtype is not None and not context.reduce_dtype.is_complex:
@@ -204,7 +202,7 @@ def _bind(group: Group, mesh: Mesh, placements: Placements, choices: _Choices) -
             f"fully_shard: reduce_dtype is {context.reduce_dtype}, and parameter {group.entries[0].name!r} is {param_dtype}:"
             " the imaginary part of its gradient would be dropped; leave reduce_dtype out, or give a complex one"
         )
-    return Bound(
+    return ParamGroup(
         key=group.key,
         spec=BufferSpec(mesh, placements.optimizer, layout, group.key),
         resting=BufferSpec(mesh, placements.parameter, layout, group.key),

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mfsdp_func.fsdp.torch_internals import plain_subclass, torch_functions_of_subclasses_off
+
 _METHODS = {
     "size",
     "dim",
@@ -67,7 +69,7 @@ class AbsentParameter(torch.Tensor):
     @classmethod
     def _made(cls, name: str, value: torch.Tensor, requires_grad: bool) -> "AbsentParameter":
         differentiable = value.is_floating_point() or value.is_complex()
-        absent = torch.Tensor._make_subclass(cls, value, requires_grad and differentiable)
+        absent = plain_subclass(cls, value, requires_grad and differentiable)
         absent.parameter_name = name
         return absent
 
@@ -85,7 +87,7 @@ class AbsentParameter(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _METHODS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _PROPERTIES):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_functions_of_subclasses_off():
                 return func(*args, **kwargs)
         met = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AbsentParameter)]
         found = {id(param): param.find(param.parameter_name) for param in met if param.find is not None}

@@ -56,7 +56,7 @@ def call_in_graph(
     return _rebuilt(_structure(method, key), leaves)
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _structure(method: str, key: str) -> Structure:
     # Dynamo has run the call on fake tensors just before.
     return _STRUCTURES[f"{method} {key}"]
@@ -90,7 +90,7 @@ def _rebuilt(structure: Structure, leaves: list[torch.Tensor]) -> Any:
     return make(children, context)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _in_graph(
     method: str,
     key: str,

@@ -6,37 +6,16 @@ transform is active, so saved-tensor hooks, which `torch.func` and tracing forbi
 """
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from mfsdp_func.fsdp.torch_internals import hooks_above, hooks_allowed, negative_view, storage_of, version_of
 from mfsdp_func.fsdp.watch import Watch, changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
-
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextmanager
-def hooks_allowed() -> Generator[None, None, None]:
-    """Saved-tensor hooks count, also inside of `torch.func` transforms and traces."""
-    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
-    tracing = _autograd._saved_tensors_hooks_set_tracing(False)
-    if message is not None:
-        _autograd._saved_tensors_hooks_enable()
-    try:
-        yield
-    finally:
-        _autograd._saved_tensors_hooks_set_tracing(tracing)
-        if message is not None:
-            _autograd._saved_tensors_hooks_disable(message)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written into; tensors made in inference mode do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _OfParameter:
@@ -58,7 +37,7 @@ class _OfParameter:
             tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
             tensor.set_(flat.untyped_storage(), first // self.dtype.itemsize, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return negative_view(tensor) if self.neg else tensor
 
 
 class _Activation:
@@ -105,7 +84,7 @@ class _Saved:
         self.groups = {storage_of(flat): n for n, flat in enumerate(self.flats)}
         self._starts = [flat.storage_offset() * flat.itemsize for flat in self.flats]
         self._dtypes = [flat.dtype for flat in self.flats]
-        self._above: Any = _autograd._top_saved_tensors_default_hooks(True)
+        self._above: Any = hooks_above()
         self._entries: list[weakref.ref[_Activation]] = []
         self._packed: list[weakref.ref[_Packed]] = []
 
@@ -223,7 +202,7 @@ class UnitGraph:
                 raise changed_in_place(self._label) from error
             raise
         if watch is not None:
-            touched = [n for n, leaf in pairs if leaf._version]
+            touched = [n for n, leaf in pairs if version_of(leaf)]
             if touched:
                 raise written(self._label, touched)
             if versions != [version_of(tensor) for tensor in self.inputs]:
@@ -310,11 +289,6 @@ class UnitGraph:
         )
         of_groups = [[next(each) for _ in group] for group in asked]
         return of_groups, list(each)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """What tells a tensor's memory; 0 where it has none of the usual kind."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 def _leaf(param: torch.Tensor, wanted: bool, traced: bool) -> torch.Tensor:

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from mfsdp_func.fsdp.bound import Bound
+from mfsdp_func.fsdp.arrangement import Arrangement
+from mfsdp_func.fsdp.param_group import ParamGroup
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.operations.dtensor import chunk_plan, device_mesh_of, from_dtensor
 from mfsdp_func.values.layout import GlobalLayout
@@ -16,10 +17,35 @@ from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import Partial, shard_axes
 
 
-def group_to_dtensors(bound: Bound, buffer: DBuffer, device_mesh: DeviceMesh | None) -> list[DTensor]:
-    """The tensors of one group in their logical shapes, cut by DTensor's rule; 0-D ones replicated. Communicates."""
+def to_dtensors(
+    arrangement: Arrangement, buffers: Mapping[str, DBuffer], device_mesh: DeviceMesh | None
+) -> dict[str, DTensor]:
+    """All parameters by every name. Communicates."""
+    found = {
+        key: _group_to_dtensors(group, buffers[key], device_mesh) for key, group in arrangement.param_groups.items()
+    }
+    return {name: found[key][i] for name, (key, i) in arrangement.places.items()}
+
+
+def from_dtensors(arrangement: Arrangement, tensors: Mapping[str, torch.Tensor]) -> dict[str, DBuffer]:
+    """The inverse: buffers of all groups. Communicates.
+
+    Raises:
+        TypeError: on something that is no DTensor, or of another dtype.
+        ValueError: on names that are unknown or missing, or another shape, mesh or placement.
+    """
+    given = _by_group(arrangement, tensors)
+    names = {place: name for name, place in reversed(arrangement.places.items())}
+    return {
+        key: _group_from_dtensors(group, [names[key, i] for i in range(len(group.shapes))], given[key])
+        for key, group in arrangement.param_groups.items()
+    }
+
+
+def _group_to_dtensors(group: ParamGroup, buffer: DBuffer, device_mesh: DeviceMesh | None) -> list[DTensor]:
+    """The tensors of one group in their logical shapes, cut by DTensor's rule; 0-D ones replicated."""
     found: list[DTensor] = []
-    for i, shape in enumerate(bound.shapes):
+    for i, shape in enumerate(group.shapes):
         tensor = buffer.get_dtensor(i) if shape else _scalar_to_dtensor(buffer, i)
         if device_mesh is not None:
             tensor = DTensor.from_local(
@@ -34,19 +60,14 @@ def group_to_dtensors(bound: Bound, buffer: DBuffer, device_mesh: DeviceMesh | N
     return found
 
 
-def group_from_dtensors(bound: Bound, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> DBuffer:
-    """The inverse. Communicates.
-
-    Raises:
-        TypeError: on something that is no DTensor, or of another dtype.
-        ValueError: on another shape, mesh or placement.
-    """
-    mesh, layout, axes = bound.spec.mesh, bound.spec.layout, shard_axes(bound.spec.placements)
-    for name, tensor, shape in zip(names, tensors, bound.shapes, strict=True):
-        _check(name, tensor, shape, bound)
-    local = torch.zeros(bound.spec.local_numel, dtype=bound.main_dtype, device=tensors[0].device)
-    buffer = DBuffer(bound.spec, local)
-    for i, (tensor, shape) in enumerate(zip(tensors, bound.shapes, strict=True)):
+def _group_from_dtensors(group: ParamGroup, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> DBuffer:
+    """The inverse."""
+    mesh, layout, axes = group.spec.mesh, group.spec.layout, shard_axes(group.spec.placements)
+    for name, tensor, shape in zip(names, tensors, group.shapes, strict=True):
+        _check(name, tensor, shape, group)
+    local = torch.zeros(group.spec.local_numel, dtype=group.main_dtype, device=tensors[0].device)
+    buffer = DBuffer(group.spec, local)
+    for i, (tensor, shape) in enumerate(zip(tensors, group.shapes, strict=True)):
         given = cast(DTensor, tensor.detach())
         if not shape:
             part = given.to_local().reshape(1)[: buffer.get_local_part(i).numel]
@@ -76,39 +97,29 @@ def _expected(mesh: Mesh, axes: Sequence[int], shape: torch.Size) -> tuple[Place
     return tuple(Shard(0) if axis in axes and shape else Replicate() for axis in range(mesh.ndim))
 
 
-def _check(name: str, tensor: torch.Tensor, shape: torch.Size, bound: Bound) -> None:
-    where, mesh = f"from_dtensors: parameter {name!r}", bound.spec.mesh
+def _check(name: str, tensor: torch.Tensor, shape: torch.Size, group: ParamGroup) -> None:
+    where, mesh = f"from_dtensors: parameter {name!r}", group.spec.mesh
     if not isinstance(tensor, DTensor):
         raise TypeError(f"{where} is a {type(tensor).__name__}, expected a DTensor; see distribute_tensor")
     if tensor.shape != shape:
         raise ValueError(f"{where} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-    if tensor.dtype != bound.main_dtype:
-        raise TypeError(f"{where} is {tensor.dtype}, expected {bound.main_dtype}; convert it")
+    if tensor.dtype != group.main_dtype:
+        raise TypeError(f"{where} is {tensor.dtype}, expected {group.main_dtype}; convert it")
     grid = tensor.device_mesh.mesh
     if tuple(grid.shape) != mesh.shape or tuple(grid.flatten().tolist()) != mesh.ranks:
         raise ValueError(f"{where} lies on {tensor.device_mesh}, expected the ranks of {mesh}")
-    expected = _expected(mesh, shard_axes(bound.spec.placements), shape)
+    expected = _expected(mesh, shard_axes(group.spec.placements), shape)
     if tensor.placements != expected:
         raise ValueError(f"{where} is placed as {tensor.placements}, expected {expected}; call its redistribute first")
 
 
-def by_group(
-    names_of: Mapping[str, tuple[str, int]], given: Mapping[str, torch.Tensor], bound: Mapping[str, Bound]
-) -> dict[str, list[torch.Tensor]]:
-    """Tensors in the order of their groups, given by any of their names.
-
-    Args:
-        names_of: every name -> group and index.
-        given: name -> tensor.
-        bound: the groups.
-
-    Raises:
-        ValueError: on unknown names, or parameters that are not given.
-    """
-    if unknown := [name for name in given if name not in names_of]:
+def _by_group(arrangement: Arrangement, given: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Tensors in the order of their groups, given by any of their names."""
+    places = arrangement.places
+    if unknown := [name for name in given if name not in places]:
         raise ValueError(f"from_dtensors: {unknown[0]!r} is no parameter of the module ({len(unknown)} unknown in all)")
-    found = {names_of[name]: tensor for name, tensor in given.items()}
-    missing = [name for name, place in names_of.items() if place not in found]
+    found = {places[name]: tensor for name, tensor in given.items()}
+    missing = [name for name, place in places.items() if place not in found]
     if missing:
         raise ValueError(f"from_dtensors: no tensor for parameter {missing[0]!r} ({len(missing)} names missing in all)")
-    return {key: [found[key, i] for i in range(len(b.shapes))] for key, b in bound.items()}
+    return {key: [found[key, i] for i in range(len(b.shapes))] for key, b in arrangement.param_groups.items()}

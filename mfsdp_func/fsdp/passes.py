@@ -7,17 +7,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.torch_internals import is_untransformed
-from mfsdp_func.fsdp.bound import Bound, GatherCache, Kept
-from mfsdp_func.fsdp.graph import version_of
+from mfsdp_func.effects.torch_internals import is_untransformed, unwrapped
 from mfsdp_func.fsdp.grouping import Unit
+from mfsdp_func.fsdp.param_group import GatherCache, Kept, ParamGroup
 from mfsdp_func.fsdp.replay import Start, buffers_written, is_traced, swapped
+from mfsdp_func.fsdp.torch_internals import current_node, inner_of, is_batched, is_wrapped, version_of
 from mfsdp_func.fsdp.trees import containers_of, substituted, tensor_leaves
 from mfsdp_func.fsdp.unit import UnitCall
-from mfsdp_func.fsdp.unit_function import call_unit
+from mfsdp_func.fsdp.unit_function import call_of_node, call_unit
 from mfsdp_func.fsdp.watch import written
 from mfsdp_func.operations.dbuffer import DBuffer
 
@@ -31,7 +30,7 @@ class Pass:
     Attributes:
         skeleton: the module without parameters.
         units: its units.
-        bound: its groups.
+        param_groups: its groups.
         params: buffers of all groups, frozen ones too.
         accumulator: buffers that gradients go to, of the trainable groups; None where they go to `params`.
         cache: gathers in flight; None to start none.
@@ -44,7 +43,7 @@ class Pass:
 
     skeleton: nn.Module
     units: tuple[Unit, ...]
-    bound: Mapping[str, Bound]
+    param_groups: Mapping[str, ParamGroup]
     params: Params
     accumulator: Params | None
     cache: GatherCache | None
@@ -72,7 +71,7 @@ class Pass:
 
     def _open_modules(self) -> list[nn.Module]:
         """The modules that run as any module does, and not as one operation with others."""
-        if any(bound.rests_whole for bound in self.bound.values()):
+        if any(group.rests_whole for group in self.param_groups.values()):
             return list(self.skeleton.modules())
         units = [self.skeleton.get_submodule(unit.name) for unit in self.units if not unit.held]
         closed = {id(sub) for unit in units for sub in unit.modules()}
@@ -84,7 +83,7 @@ class Pass:
         module = self.skeleton.get_submodule(unit.name)
         modules = list(module.modules())
         tensors, rebuild = tensor_leaves((args, kwargs))
-        if self.bound[unit.groups[0]].rests_whole:
+        if self.param_groups[unit.groups[0]].rests_whole:
             args, kwargs = rebuild([self._cast(unit, tensor) for tensor in tensors])
             with swapped(module, self._kept_places(unit)):
                 results = forward(*args, **kwargs)
@@ -130,8 +129,8 @@ class Pass:
         around: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
         unit, place = self.units[index], len(self.sequence)
-        bound = tuple(self.bound[key] for key in unit.groups)
-        apart, accumulate = bound[0].rests_apart, self.accumulator is not None
+        param_groups = tuple(self.param_groups[key] for key in unit.groups)
+        apart, accumulate = param_groups[0].rests_apart, self.accumulator is not None
         after, before = ((), ()) if self.ended else self._neighbours(place, index)
         if not self.ended:
             self.sequence.append(index)
@@ -140,7 +139,7 @@ class Pass:
             compute,
             placed,
             around,
-            bound,
+            param_groups,
             accumulate=accumulate,
             apart=apart,
             following=self._sources(after),
@@ -165,15 +164,15 @@ class Pass:
             for key in unit.groups:
                 if self._kept_versions.get(key, 0) != (now := _version(self._kept[key][0])):
                     self._kept_versions[key] = now
-                    raise written(unit.name, self.bound[key].names)
+                    raise written(unit.name, self.param_groups[key].names)
 
     def _kept_places(self, unit: Unit) -> dict[str, torch.Tensor]:
         """A unit's full parameters by name, which stay gathered until the pass and its backward pass end."""
         for key in unit.groups:
             if key not in self._kept:
-                bound = self.bound[key]
-                full = Kept.apply(bound, self.params[key].local_buffer, self._accumulator(key))
-                self._kept[key] = bound.params(DBuffer(bound.whole, full))
+                group = self.param_groups[key]
+                full = Kept.apply(group, self.params[key].local_buffer, self._accumulator(key))
+                self._kept[key] = group.params(DBuffer(group.whole, full))
                 self._kept_versions[key] = _version(full)
         return {path: self._kept[entry.group][entry.index] for path, entry in unit.names}
 
@@ -184,9 +183,9 @@ class Pass:
     def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
         if not (self.cast_inputs and tensor.is_floating_point()):
             return tensor
-        bound = [self.bound[key] for key in unit.groups]
-        wanted = {b.param_dtype for b in bound if b.param_dtype.is_floating_point}
-        changed = any(b.param_dtype != b.main_dtype for b in bound)
+        groups = [self.param_groups[key] for key in unit.groups]
+        wanted = {b.param_dtype for b in groups if b.param_dtype.is_floating_point}
+        changed = any(b.param_dtype != b.main_dtype for b in groups)
         return tensor.to(next(iter(wanted))) if changed and len(wanted) == 1 else tensor
 
     def _neighbours(self, place: int, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -201,21 +200,21 @@ class Pass:
     def _source(self, key: str) -> torch.Tensor:
         """What a group is gathered from."""
         shard = self.params[key].local_buffer.detach()
-        if not self.bound[key].rests_apart:
+        if not self.param_groups[key].rests_apart:
             return shard
         if key not in self._resting:
-            self._resting[key] = self.bound[key].rest(shard)
+            self._resting[key] = self.param_groups[key].rest(shard)
         return self._resting[key]
 
-    def _sources(self, keys: Sequence[str]) -> tuple[tuple[Bound, torch.Tensor], ...]:
+    def _sources(self, keys: Sequence[str]) -> tuple[tuple[ParamGroup, torch.Tensor], ...]:
         """What groups are gathered from, below all transforms; without what `vmap` maps over."""
-        found: list[tuple[Bound, torch.Tensor]] = []
+        found: list[tuple[ParamGroup, torch.Tensor]] = []
         for key in keys:
             source = self._source(key)
-            while _functorch.is_functorch_wrapped_tensor(source) and not _functorch.is_batchedtensor(source):
-                source = _functorch.get_unwrapped(source)
-            if not _functorch.is_batchedtensor(source):
-                found.append((self.bound[key], source))
+            while is_wrapped(source) and not is_batched(source):
+                source = inner_of(source)
+            if not is_batched(source):
+                found.append((self.param_groups[key], source))
         return tuple(found)
 
     def _accumulator(self, key: str) -> torch.Tensor | None:
@@ -225,8 +224,26 @@ class Pass:
     def _accumulator_or_zeros(self, key: str) -> torch.Tensor:
         given = self._accumulator(key)
         return (
-            self.params[key].local_buffer.new_zeros(self.bound[key].accumulator.local_numel) if given is None else given
+            self.params[key].local_buffer.new_zeros(self.param_groups[key].accumulator.local_numel)
+            if given is None
+            else given
         )
+
+
+def pass_of_backward(skeleton: nn.Module) -> Pass | None:
+    """The pass of which activation checkpointing runs a part again: the one whose graph is being differentiated."""
+    start = current_node()
+    pending, seen = [start] if start is not None else [], set[Any]()
+    while pending:
+        node = pending.pop(0)
+        call = call_of_node(node)
+        if call is not None and isinstance(call.origin, Pass) and call.origin.skeleton is skeleton:
+            return call.origin
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                pending.append(after)
+    return None
 
 
 def _as_list(leaves: tuple[list[torch.Tensor], Any]) -> tuple[list[torch.Tensor], list[Any]]:
@@ -235,18 +252,11 @@ def _as_list(leaves: tuple[list[torch.Tensor], Any]) -> tuple[list[torch.Tensor]
 
 def _is_routed(tensor: torch.Tensor) -> bool:
     """Whether a tensor must come as an input of the operation; the others are constants of it."""
-    return (
-        tensor.requires_grad
-        or not is_untransformed()
-        or is_traced([tensor])
-        or _functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    return tensor.requires_grad or not is_untransformed() or is_traced([tensor]) or is_wrapped(tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return version_of(tensor)
+    return version_of(unwrapped(tensor))
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:

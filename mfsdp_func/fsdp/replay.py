@@ -5,19 +5,18 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mfsdp_func.effects import torch_internals
+from mfsdp_func.fsdp.torch_internals import is_fake, version_of
 
 
 def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a compiler looks on: no value is known, and what happens now is not what will run."""
-    return any(map(isinstance, tensors, repeat(FakeTensor))) or torch_internals.is_traced()
+    return any(map(is_fake, tensors)) or torch_internals.is_traced()
 
 
 def random_states() -> tuple[Any, Any]:
@@ -103,7 +102,7 @@ class Start:
             for leaf, buffer in sub._buffers.items():
                 name = f"{prefix}.{leaf}"
                 if buffer is not None:
-                    self._buffers.append((sub._buffers, leaf, name, buffer, buffer._version))
+                    self._buffers.append((sub._buffers, leaf, name, buffer, version_of(buffer)))
                     copied = changing is None or name in changing
                     self._values[name] = buffer.clone() if copied else buffer
 
@@ -112,7 +111,7 @@ class Start:
         names = [
             name
             for buffers, leaf, name, buffer, version in self._buffers
-            if buffers.get(leaf) is not buffer or buffer._version != version
+            if buffers.get(leaf) is not buffer or version_of(buffer) != version
         ]
         for _, _, name, buffer, _ in self._buffers:
             if name not in names:

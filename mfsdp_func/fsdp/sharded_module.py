@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mfsdp_func.fsdp.absent import AbsentParameter
-from mfsdp_func.fsdp.bound import Bound, GatherCache
+from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.compiled import call_in_graph, register
-from mfsdp_func.fsdp.graph import hooks_allowed
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
-from mfsdp_func.fsdp.interop import by_group, group_from_dtensors, group_to_dtensors
-from mfsdp_func.fsdp.passes import Params, Pass, cast_floats
-from mfsdp_func.fsdp.state import check_loaded, whole_tensors, with_loaded
+from mfsdp_func.fsdp.interop import from_dtensors, to_dtensors
+from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup
+from mfsdp_func.fsdp.passes import Params, Pass, cast_floats, pass_of_backward
+from mfsdp_func.fsdp.state import full_parameters, loaded, persistent_buffers, whole_parameters
 from mfsdp_func.fsdp.table import table
-from mfsdp_func.fsdp.unit_function import call_of_node
+from mfsdp_func.fsdp.torch_internals import hooks_allowed
 from mfsdp_func.operations.dbuffer import DBuffer
 
 
@@ -36,21 +36,13 @@ class ShardedModule:
     own batch.
 
     Attributes:
-        units: which modules gather their parameters while they run.
-        groups: which parameters share a buffer.
-        bound: how each group lies on the mesh, by its key.
-        places: every name of a parameter (tied ones have several) -> its group and its index there.
         frozen_params: buffers of parameters that are not trained; constants of `apply`.
-        names: key of a group -> the first name of each of its parameters, by index in the buffer; see `ParameterNames`.
     """
 
     def __init__(
         self,
         skeleton: nn.Module,
-        units: Sequence[Unit],
-        groups: Mapping[str, Group],
-        places: Places,
-        bound: Mapping[str, Bound],
+        arrangement: Arrangement,
         frozen_params: Params,
         *,
         prefetch: bool,
@@ -59,9 +51,7 @@ class ShardedModule:
         output_dtype: torch.dtype | None,
         device_mesh: DeviceMesh | None,
     ) -> None:
-        self.units, self.groups, self.frozen_params = tuple(units), dict(groups), dict(frozen_params)
-        self.bound, self.places = dict(bound), places
-        self.names = ParameterNames(self.groups, places)
+        self._arrangement, self.frozen_params = arrangement, dict(frozen_params)
         self._device_mesh = device_mesh
         self._recompute = recompute
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
@@ -73,6 +63,31 @@ class ShardedModule:
             if not unit.held:
                 sub = skeleton.get_submodule(unit.name)
                 sub.forward = _UnitForward(self, n, sub)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Which modules gather their parameters while they run."""
+        return self._arrangement.units
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """Which parameters share a buffer."""
+        return self._arrangement.groups
+
+    @property
+    def param_groups(self) -> Mapping[str, ParamGroup]:
+        """How each group lies on the mesh, by its key."""
+        return self._arrangement.param_groups
+
+    @property
+    def places(self) -> Places:
+        """Every name of a parameter (tied ones have several) -> its group and its index there."""
+        return self._arrangement.places
+
+    @property
+    def names(self) -> ParameterNames:
+        """Key of a group -> the first name of each of its parameters, by index in the buffer; see `ParameterNames`."""
+        return self._arrangement.names
 
     def _own(self, skeleton: nn.Module) -> None:
         """Take a module as one's own, with an identity of one's own."""
@@ -124,7 +139,7 @@ class ShardedModule:
         return self._apply(sharded_params, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} of {type(self._skeleton).__name__}\n{table(self.units, self.groups, self.bound)}"
+        return f"{type(self).__name__} of {type(self._skeleton).__name__}\n{table(self.units, self.groups, self.param_groups)}"
 
     def train(self, mode: bool = True) -> "ShardedModule":
         """Set the training mode of all modules, as `nn.Module.train` does. Returns itself."""
@@ -161,21 +176,12 @@ class ShardedModule:
             ValueError: on a name that is unknown, or another shape.
             TypeError: on another dtype. In both cases before anything has changed.
         """
-        self._check(sharded_params, "sharded_params")
-        buffers = self.named_buffers()
-        check_loaded(state_dict, self.places, self.bound, buffers, cast=cast)
-        given: dict[str, dict[int, torch.Tensor]] = {}
-        for name, tensor in state_dict.items():
-            if name in self.places:
-                key, i = self.places[name]
-                given.setdefault(key, {})[i] = tensor
-        both = {**sharded_params, **self.frozen_params}
-        made = {key: with_loaded(self.bound[key], both[key], tensors) for key, tensors in given.items()}
-        with torch.no_grad():
-            for name in state_dict.keys() - self.places.keys():
-                buffers[name].copy_(state_dict[name])
-        self.frozen_params |= {key: made[key] for key in self.frozen_params if key in made}
-        return {key: made.get(key, buffer) for key, buffer in sharded_params.items()}
+        self._arrangement.check(sharded_params, "sharded_params")
+        made = loaded(
+            self._arrangement, {**sharded_params, **self.frozen_params}, self.named_buffers(), state_dict, cast=cast
+        )
+        self.frozen_params |= {key: made[key] for key in self.frozen_params}
+        return {key: made[key] for key in sharded_params}
 
     def state_dict(self, sharded_params: Params, whole: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and persistent module buffers by name.
@@ -187,24 +193,11 @@ class ShardedModule:
 
         Effects: every rank calls. Whole tensors are gathered to that rank one at a time.
         """
-        self._check(sharded_params, "sharded_params")
+        self._arrangement.check(sharded_params, "sharded_params")
         if not whole:
-            return {**self.to_dtensors(sharded_params), **self._persistent_buffers()}
-        both, first = {**sharded_params, **self.frozen_params}, next(iter(self.bound.values())).spec.mesh.ranks[0]
-        found: dict[tuple[str, int], torch.Tensor] = {}
-        for key, bound in self.bound.items():
-            found |= {(key, i): tensor for i, tensor in whole_tensors(bound, both[key], first)}
-        if not found:
-            return {}
-        return {**{name: found[place] for name, place in self.places.items()}, **self._persistent_buffers()}
-
-    def _persistent_buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for prefix, sub in self._skeleton.named_modules(remove_duplicate=False):
-            for leaf, buffer in sub._buffers.items():
-                if buffer is not None and leaf not in sub._non_persistent_buffers_set:
-                    found[f"{prefix}.{leaf}".lstrip(".")] = buffer.detach().clone()
-        return found
+            return {**self.to_dtensors(sharded_params), **persistent_buffers(self._skeleton)}
+        found = whole_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
+        return {**found, **persistent_buffers(self._skeleton)} if found else {}
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The module's own buffers, such as running statistics: whole on every rank, by qualified name."""
@@ -221,14 +214,14 @@ class ShardedModule:
         return self._zeros(sharded_params)
 
     def _zeros(self, sharded_params: Params) -> dict[str, DBuffer]:
-        self._check(sharded_params, "sharded_params")
-        trainable = {key: bound for key, bound in self.bound.items() if bound.trainable}
+        self._arrangement.check(sharded_params, "sharded_params")
+        trainable = {key: group for key, group in self.param_groups.items() if group.trainable}
         return {
             key: DBuffer(
-                bound.accumulator,
-                sharded_params[key].local_buffer.new_zeros(bound.accumulator.local_numel, dtype=bound.reduce_dtype),
+                group.accumulator,
+                sharded_params[key].local_buffer.new_zeros(group.accumulator.local_numel, dtype=group.reduce_dtype),
             )
-            for key, bound in trainable.items()
+            for key, group in trainable.items()
         }
 
     def accumulate(self, sharded_params: Params, accumulator: Params, *args: Any, **kwargs: Any) -> Any:
@@ -250,18 +243,18 @@ class ShardedModule:
             reduced = self._call_in_graph("_reduce", (accumulator,), (), {})
         else:
             reduced = self._reduce(accumulator)
-        return {key: DBuffer(self.bound[key].spec, shard) for key, shard in reduced.items()}
+        return {key: DBuffer(self.param_groups[key].spec, shard) for key, shard in reduced.items()}
 
     def _reduce(self, accumulator: Params) -> dict[str, torch.Tensor]:
-        self._check(accumulator, "accumulator", accumulates=True)
-        return {key: self.bound[key].reduce_accumulated(buffer.local_buffer) for key, buffer in accumulator.items()}
+        self._arrangement.check(accumulator, "accumulator", accumulates=True)
+        return {
+            key: self.param_groups[key].reduce_accumulated(buffer.local_buffer) for key, buffer in accumulator.items()
+        }
 
     def gather_parameters(self, sharded_params: Params) -> dict[str, torch.Tensor]:
         """All parameters in full, by every name (tied ones under each of theirs), on every rank. Communicates."""
-        self._check(sharded_params, "sharded_params")
-        both = {**sharded_params, **self.frozen_params}
-        full = {k: b.params(both[k].redistribute(b.whole.placements)) for k, b in self.bound.items()}
-        return {name: full[key][i] for name, (key, i) in self.places.items()}
+        self._arrangement.check(sharded_params, "sharded_params")
+        return full_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
 
     def to_dtensors(self, sharded_params: Params) -> dict[str, DTensor]:
         """All parameters as DTensors, by every name: `Shard(0)` where buffers are sharded, else `Replicate`.
@@ -274,10 +267,8 @@ class ShardedModule:
             NotImplementedError: where DTensor has no such order of shards; see `DBuffer.get_dtensor`.
             RuntimeError: on a mesh without process groups.
         """
-        self._check(sharded_params, "sharded_params")
-        both = {**sharded_params, **self.frozen_params}
-        found = {key: group_to_dtensors(bound, both[key], self._device_mesh) for key, bound in self.bound.items()}
-        return {name: found[key][i] for name, (key, i) in self.places.items()}
+        self._arrangement.check(sharded_params, "sharded_params")
+        return to_dtensors(self._arrangement, {**sharded_params, **self.frozen_params}, self._device_mesh)
 
     def from_dtensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, DBuffer]:
         """The inverse of `to_dtensors`: sharded parameters from DTensors on the same mesh.
@@ -292,37 +283,9 @@ class ShardedModule:
         Effects: every rank calls; communicates like `to_dtensors`. Values of frozen parameters are put into
         `frozen_params`.
         """
-        given = by_group(self.places, tensors, self.bound)
-        names = {place: name for name, place in reversed(self.places.items())}
-        made = {
-            key: group_from_dtensors(bound, [names[key, i] for i in range(len(bound.shapes))], given[key])
-            for key, bound in self.bound.items()
-        }
+        made = from_dtensors(self._arrangement, tensors)
         self.frozen_params |= {key: made[key] for key in self.frozen_params}
         return {key: buffer for key, buffer in made.items() if key not in self.frozen_params}
-
-    def _check(self, given: Params, what: str, *, accumulates: bool = False) -> None:
-        expected = {key: bound for key, bound in self.bound.items() if bound.trainable}
-        if set(given) != set(expected):
-            raise ValueError(
-                f"apply: {what} has buffers {sorted(given)}, expected {sorted(expected)}; pass what fully_shard"
-                " returned, or buffers like them"
-            )
-        for key, bound in expected.items():
-            buffer, spec = given[key], bound.accumulator if accumulates else bound.spec
-            dtype = bound.reduce_dtype if accumulates else bound.main_dtype
-            if not isinstance(buffer, DBuffer):
-                raise TypeError(f"apply: {what}[{key!r}] is a {type(buffer).__name__}, expected a DBuffer")
-            if buffer.spec != spec:
-                raise ValueError(f"apply: {what}[{key!r}] is {buffer.spec}, expected {spec}")
-            if buffer.local_buffer.shape != (spec.local_numel,):
-                shape = tuple(buffer.local_buffer.shape)
-                raise ValueError(f"apply: {what}[{key!r}] stores a {shape}, expected ({spec.local_numel},) of {spec}")
-            if buffer.dtype != dtype:
-                raise TypeError(
-                    f"apply: {what}[{key!r}] is {buffer.dtype}, expected {dtype}; give the module the dtype of the main"
-                    " weights, and FsdpContext(param_dtype=...) the one to compute in"
-                )
 
     def _call_in_graph(
         self, method: str, trees: Sequence[Params], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -370,13 +333,13 @@ class ShardedModule:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Any:
-        self._check(params, "sharded_params")
+        self._arrangement.check(params, "sharded_params")
         if accumulator is not None:
-            self._check(accumulator, "accumulator", accumulates=True)
+            self._arrangement.check(accumulator, "accumulator", accumulates=True)
         run = Pass(
             self._skeleton,
             self.units,
-            self.bound,
+            self.param_groups,
             {**params, **self.frozen_params},
             accumulator,
             cache=self._cache,
@@ -403,30 +366,15 @@ class ShardedModule:
         Raises:
             RuntimeError: if there is none.
         """
-        run = self._current.get() or self._pass_of_backward()
+        run = self._current.get() or pass_of_backward(self._skeleton)
         if run is None:
             raise RuntimeError("this module belongs to fully_shard's apply; call apply(sharded_params, ...) instead")
         return run.run_unit(index, forward, args, kwargs)
 
     def _find_held(self, name: str) -> torch.Tensor | None:
         """A parameter that is gathered for a whole pass, where activation checkpointing runs a part of that again."""
-        run = self._pass_of_backward()
+        run = pass_of_backward(self._skeleton)
         return None if run is None else run.find_held(*self.places[name])
-
-    def _pass_of_backward(self) -> Pass | None:
-        """The pass of which activation checkpointing runs a part again: the one whose graph is being differentiated."""
-        start: Any = torch._C._current_autograd_node()
-        pending, seen = [start] if start is not None else [], set[Any]()
-        while pending:
-            node = pending.pop(0)
-            call = call_of_node(node)
-            if call is not None and isinstance(call.origin, Pass) and call.origin.skeleton is self._skeleton:
-                return call.origin
-            for after, _ in node.next_functions:
-                if after is not None and after not in seen:
-                    seen.add(after)
-                    pending.append(after)
-        return None
 
 
 class _UnitForward:

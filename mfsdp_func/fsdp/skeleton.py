@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from mfsdp_func.fsdp.absent import AbsentParameter
+from mfsdp_func.fsdp.torch_internals import is_compiled
 
 
 def copy_without_parameters(module: nn.Module, device: torch.device) -> nn.Module:
@@ -54,7 +54,7 @@ def _check_module(name: str, sub: nn.Module) -> None:
         raise TypeError(
             f"{where} is scripted, so that its parameters cannot be taken out; pass the module that was scripted"
         )
-    if isinstance(sub, OptimizedModule) or sub._compiled_call_impl is not None:
+    if is_compiled(sub):
         raise TypeError(
             f"{where} is compiled, which its copy would not be; shard it uncompiled, and compile the step:"
             " torch.compile(step, fullgraph=True)"

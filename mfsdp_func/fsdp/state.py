@@ -3,20 +3,51 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mfsdp_func.fsdp.bound import Bound
+from mfsdp_func.fsdp.arrangement import Arrangement
+from mfsdp_func.fsdp.param_group import ParamGroup
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.operations.gather_scatter import gather
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from mfsdp_func.values.placement import Replicate, Shard
 
 
-def check_loaded(
-    state_dict: Mapping[str, torch.Tensor],
-    places: Mapping[str, tuple[str, int]],
-    bound: Mapping[str, Bound],
+def loaded(
+    arrangement: Arrangement,
+    buffers: Mapping[str, DBuffer],
     others: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
+    *,
+    cast: bool,
+) -> dict[str, DBuffer]:
+    """Buffers with the values of a state dict, of which this rank reads its own parts; writes into `others`.
+
+    Args:
+        arrangement: of the parameters.
+        buffers: of all groups.
+        others: module buffers by name.
+        state_dict: see `ShardedModule.load`.
+        cast: likewise.
+    """
+    _check(arrangement, others, state_dict, cast=cast)
+    given: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in state_dict.items():
+        if name in arrangement.places:
+            key, i = arrangement.places[name]
+            given.setdefault(key, {})[i] = tensor
+    made = {key: _with_loaded(buffers[key], tensors) for key, tensors in given.items()}
+    with torch.no_grad():
+        for name in state_dict.keys() - arrangement.places.keys():
+            others[name].copy_(state_dict[name])
+    return {**buffers, **made}
+
+
+def _check(
+    arrangement: Arrangement,
+    others: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
     *,
     cast: bool,
 ) -> None:
@@ -30,9 +61,9 @@ def check_loaded(
         where = f"apply.load: {name!r}"
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{where} is a {type(tensor).__name__}, expected a torch.Tensor")
-        if name in places:
-            key, i = places[name]
-            shape, dtype = bound[key].shapes[i], bound[key].main_dtype
+        if name in arrangement.places:
+            key, i = arrangement.places[name]
+            shape, dtype = arrangement.param_groups[key].shapes[i], arrangement.param_groups[key].main_dtype
         elif name in others:
             shape, dtype = others[name].shape, others[name].dtype
         else:
@@ -43,7 +74,7 @@ def check_loaded(
             raise TypeError(f"{where} is {tensor.dtype}, expected {dtype}; convert it, or pass cast=True")
 
 
-def with_loaded(bound: Bound, buffer: DBuffer, tensors: Mapping[int, torch.Tensor]) -> DBuffer:
+def _with_loaded(buffer: DBuffer, tensors: Mapping[int, torch.Tensor]) -> DBuffer:
     """A buffer in which some tensors have other values; this rank reads its own parts alone."""
     local = DBuffer(buffer.spec, buffer.local_buffer.detach().clone())
     for i, tensor in tensors.items():
@@ -54,19 +85,45 @@ def with_loaded(bound: Bound, buffer: DBuffer, tensors: Mapping[int, torch.Tenso
     return local
 
 
-def whole_tensors(bound: Bound, buffer: DBuffer, rank: int) -> Iterator[tuple[int, torch.Tensor]]:
+def full_parameters(arrangement: Arrangement, buffers: Mapping[str, DBuffer]) -> dict[str, torch.Tensor]:
+    """All parameters in full, by every name, on every rank. Communicates."""
+    groups = arrangement.param_groups
+    full = {key: group.params(buffers[key].redistribute(group.whole.placements)) for key, group in groups.items()}
+    return {name: full[key][i] for name, (key, i) in arrangement.places.items()}
+
+
+def whole_parameters(arrangement: Arrangement, buffers: Mapping[str, DBuffer]) -> dict[str, torch.Tensor]:
+    """The same, on the first rank of the mesh alone, one at a time. Communicates."""
+    first = next(iter(arrangement.param_groups.values())).spec.mesh.ranks[0]
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    for key, group in arrangement.param_groups.items():
+        found |= {(key, i): tensor for i, tensor in _whole_tensors(group, buffers[key], first)}
+    return {name: found[place] for name, place in arrangement.places.items()} if found else {}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the module buffers that are part of its state, by every name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        for leaf, buffer in sub._buffers.items():
+            if buffer is not None and leaf not in sub._non_persistent_buffers_set:
+                found[f"{prefix}.{leaf}".lstrip(".")] = buffer.detach().clone()
+    return found
+
+
+def _whole_tensors(group: ParamGroup, buffer: DBuffer, rank: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Index and full value of each tensor of a group, one at a time, on one rank alone. Every rank iterates."""
     mesh, layout = buffer.mesh, buffer.layout
     sharded = [isinstance(placement, Shard) for placement in buffer.placements]
-    for i, shape in enumerate(bound.shapes):
+    for i, shape in enumerate(group.shapes):
         if not any(sharded) or not shape.numel():
             if mesh.get_rank() == rank:
                 yield i, buffer.get_tensor_view(i).detach().clone().view(shape)
             continue
         placements = [p if is_shard else Replicate() for p, is_shard in zip(buffer.placements, sharded, strict=True)]
-        owners = GroupOwnerLayout(mesh, layout, {i: rank}, placements, name=f"state dict: {bound.names[i]}")
+        owners = GroupOwnerLayout(mesh, layout, {i: rank}, placements, name=f"state dict: {group.names[i]}")
         held = {n: view.detach() for n, view in buffer.tensor_views().items() if n == i}
-        found, token = gather(held, owner_layout=owners, dtype=bound.main_dtype, device=buffer.local_buffer.device)
+        found, token = gather(held, owner_layout=owners, dtype=group.main_dtype, device=buffer.local_buffer.device)
         token.wait()
         if mesh.get_rank() == rank:
             yield i, found[i].view(shape)

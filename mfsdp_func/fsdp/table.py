@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from mfsdp_func.fsdp.bound import Bound
 from mfsdp_func.fsdp.grouping import Group, Unit
+from mfsdp_func.fsdp.param_group import ParamGroup
 
 
-def table(units: Sequence[Unit], groups: Mapping[str, Group], bound: Mapping[str, Bound]) -> str:
+def table(units: Sequence[Unit], groups: Mapping[str, Group], param_groups: Mapping[str, ParamGroup]) -> str:
     """One line per group, and one per parameter; no weights.
 
     Sizes are of the logical parameters, of what this rank stores, and of the whole buffer with its padding.
@@ -15,7 +15,7 @@ def table(units: Sequence[Unit], groups: Mapping[str, Group], bound: Mapping[str
     rows = [("unit", "group", "parameters", "stored here", "whole", "dtype", "placements")]
     details: list[list[str]] = [[]]
     for key, group in groups.items():
-        b = bound[key]
+        b = param_groups[key]
         unit = next((unit.name for unit in units if key in unit.groups), "")
         numel = sum(entry.shape.numel() for entry in group.entries)
         kinds = [str(b.main_dtype).removeprefix("torch."), *([] if b.trainable else ["frozen"])]

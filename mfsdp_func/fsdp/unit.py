@@ -14,15 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from mfsdp_func.fsdp.bound import Bound, GatherCache, with_gradient_to
 from mfsdp_func.fsdp.draws import DrawsRefused
-from mfsdp_func.fsdp.graph import UnitGraph, version_of
+from mfsdp_func.fsdp.graph import UnitGraph
 from mfsdp_func.fsdp.operators import unit_boundary
+from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup, with_gradient_to
 from mfsdp_func.fsdp.replay import Ambient, are_same_states, is_traced, random_states
+from mfsdp_func.fsdp.torch_internals import keeps_graph, version_of
 from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
-
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Params: TypeAlias = Sequence[Sequence[torch.Tensor]]
@@ -80,7 +79,7 @@ class UnitCall:
         run: ``outputs = run(parameters of each group, tensor inputs)``.
         placed: puts parameters into the module.
         around: tensors besides that the unit may save for its backward pass.
-        bound: the groups.
+        param_groups: the groups.
         accumulate: whether gradients go, unreduced, to accumulators instead of shards.
         apart: whether parameters are gathered from other tensors than the shards of the main weights.
         following: groups of the unit that comes next and what they are gathered from, so that their gather can start
@@ -95,11 +94,11 @@ class UnitCall:
     run: Callable[[Params, Sequence[torch.Tensor]], list[torch.Tensor]]
     placed: Callable[[Params], AbstractContextManager[None]]
     around: Sequence[torch.Tensor]
-    bound: tuple[Bound, ...]
+    param_groups: tuple[ParamGroup, ...]
     accumulate: bool
     apart: bool
-    following: tuple[tuple[Bound, torch.Tensor], ...]
-    preceding: tuple[tuple[Bound, torch.Tensor], ...]
+    following: tuple[tuple[ParamGroup, torch.Tensor], ...]
+    preceding: tuple[tuple[ParamGroup, torch.Tensor], ...]
     cache: GatherCache | None
     recompute: bool
     origin: object
@@ -112,7 +111,7 @@ class UnitCall:
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
-        given, groups = iter(tensors), len(self.bound)
+        given, groups = iter(tensors), len(self.param_groups)
         shards = tuple(islice(given, groups))
         accumulators = tuple(islice(given, groups if self.accumulate else 0))
         sources = tuple(islice(given, groups)) if self.apart else shards
@@ -156,11 +155,11 @@ class UnitCall:
         parts, given = self.split(tensors[:count]), iter(tensors[count:])
         cotangents = [next(given) if used else None for used in asked.outputs]
         if self.cache is not None:
-            self.cache.start(zip(self.bound, parts.sources, strict=True))
+            self.cache.start(zip(self.param_groups, parts.sources, strict=True))
             self.cache.start(self.preceding)
         graph, wholes = self.graph, self._unshard(parts)
         # Under `torch.func`, whose backward passes all say that they keep their graph, it serves once.
-        keep = graph is not None and not self.transformed and _autograd._get_current_graph_task_keep_graph()
+        keep = graph is not None and not self.transformed and keeps_graph()
         if not keep:
             self.graph = None
         if graph is None:
@@ -176,12 +175,12 @@ class UnitCall:
         finally:
             graph.empty()
         del wholes
-        bound = [b for b, needed in zip(self.bound, asked.groups, strict=True) if needed]
-        flat = [b.flat(of_groups.pop(0)) for b in bound]  # which frees them one by one
+        groups = [b for b, needed in zip(self.param_groups, asked.groups, strict=True) if needed]
+        flat = [b.flat(of_groups.pop(0)) for b in groups]  # which frees them one by one
         if not self.accumulate:
-            flat = [b.reduce(gradient) for b, gradient in zip(bound, flat, strict=True)]
+            flat = [b.reduce(gradient) for b, gradient in zip(groups, flat, strict=True)]
         else:
-            flat = [b.accumulated(gradient) for b, gradient in zip(bound, flat, strict=True)]
+            flat = [b.accumulated(gradient) for b, gradient in zip(groups, flat, strict=True)]
         found = (*flat, *of_inputs)
         return unit_boundary(found) if traced else found
 
@@ -218,11 +217,11 @@ class UnitCall:
         d_params, d_inputs = pull(floats_of(used))
         trainable = iter(d_params)
         found: list[torch.Tensor] = []
-        for bound, needed in zip(self.bound, asked.groups, strict=True):
-            gradients = next(trainable) if bound.trainable else []
+        for group, needed in zip(self.param_groups, asked.groups, strict=True):
+            gradients = next(trainable) if group.trainable else []
             if needed:
-                flat = bound.flat(gradients)
-                found.append(bound.accumulated(flat) if self.accumulate else bound.reduce(flat))
+                flat = group.flat(gradients)
+                found.append(group.accumulated(flat) if self.accumulate else group.reduce(flat))
         floats = iter(d_inputs)
         for tensor, needed in zip(parts.inputs, asked.inputs, strict=True):
             gradient = next(floats) if is_differentiable(tensor) else None
@@ -234,7 +233,7 @@ class UnitCall:
         groups, inputs = self.wanted
         graph = UnitGraph(
             self.label,
-            [bound.names for bound in self.bound],
+            [group.names for group in self.param_groups],
             wholes,
             self._params(wholes),
             groups,
@@ -249,12 +248,12 @@ class UnitCall:
         return graph, outputs
 
     def _params(self, wholes: Sequence[DBuffer]) -> list[list[torch.Tensor]]:
-        return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
+        return [b.params(whole) for b, whole in zip(self.param_groups, wholes, strict=True)]
 
     def _unshard(self, parts: Parts) -> list[DBuffer]:
         """The whole buffers of all groups, from where they rest."""
-        take = Bound.gather if self.cache is None else self.cache.take
-        return [take(bound, source) for bound, source in zip(self.bound, parts.sources, strict=True)]
+        take = ParamGroup.gather if self.cache is None else self.cache.take
+        return [take(group, source) for group, source in zip(self.param_groups, parts.sources, strict=True)]
 
     def _unshard_in_order(self, parts: Parts) -> list[DBuffer]:
         """The same, with the next unit's gather in flight then."""
@@ -265,11 +264,11 @@ class UnitCall:
 
     def _unshard_tracked(self, parts: Parts) -> list[list[torch.Tensor]]:
         """The parameters of all groups, differentiable with respect to shards of main weights, or accumulators."""
-        wholes = [b.gather_averaging(shard) for b, shard in zip(self.bound, parts.shards, strict=True)]
+        wholes = [b.gather_averaging(shard) for b, shard in zip(self.param_groups, parts.shards, strict=True)]
         if self.accumulate:
-            pairs = zip(self.bound, wholes, parts.accumulators, strict=True)
+            pairs = zip(self.param_groups, wholes, parts.accumulators, strict=True)
             wholes = [DBuffer(w.spec, with_gradient_to(b, w.local_buffer, a)) for b, w, a in pairs]
-        return [b.params(whole) for b, whole in zip(self.bound, wholes, strict=True)]
+        return [b.params(whole) for b, whole in zip(self.param_groups, wholes, strict=True)]
 
     @contextmanager
     def _again(self, *, traced: bool) -> Generator[None, None, None]:
@@ -281,8 +280,8 @@ class UnitCall:
     def _check_unwritten(self, params: Params) -> None:
         touched = [
             name
-            for bound, group in zip(self.bound, params, strict=True)
-            for name, param in zip(bound.names, group, strict=True)
+            for group, full in zip(self.param_groups, params, strict=True)
+            for name, param in zip(group.names, full, strict=True)
             if version_of(param)
         ]
         if touched:
@@ -307,7 +306,7 @@ class UnitCall:
         def run(trainable: list[list[torch.Tensor]], floats: list[torch.Tensor]) -> tuple[Tensors, Tensors]:
             params, values = iter(trainable), iter(floats)
             outputs = self.run(
-                [next(params) if b.trainable else kept for b, kept in zip(self.bound, full, strict=True)],
+                [next(params) if b.trainable else kept for b, kept in zip(self.param_groups, full, strict=True)],
                 [next(values) if is_differentiable(i) else i for i in inputs],
             )
             flags[:] = map(is_differentiable, outputs)
@@ -315,7 +314,7 @@ class UnitCall:
 
         floats, pull, others = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
             run,
-            [list(params) for bound, params in zip(self.bound, full, strict=True) if bound.trainable],
+            [list(params) for group, params in zip(self.param_groups, full, strict=True) if group.trainable],
             [tensor for tensor in inputs if is_differentiable(tensor)],
             has_aux=True,
         )

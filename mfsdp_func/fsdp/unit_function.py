@@ -5,10 +5,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from mfsdp_func.effects.torch_internals import is_untransformed
-from mfsdp_func.fsdp.graph import hooks_allowed
+from mfsdp_func.fsdp.torch_internals import hooks_allowed, inner_of, is_wrapped
 from mfsdp_func.fsdp.unit import Asked, Tensors, UnitCall, floats_of, is_differentiable, learned_of
 
 
@@ -37,8 +36,8 @@ class _Forward(torch.autograd.Function):
         parts = call.split(tensors)
         needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
         wanted_groups, wanted_inputs = call.wanted
-        first = len(call.bound) if call.accumulate else 0  # of what gradients of groups go to
-        groups = needed[first : first + len(call.bound)]
+        first = len(call.param_groups) if call.accumulate else 0  # of what gradients of groups go to
+        groups = needed[first : first + len(call.param_groups)]
         inputs = needed[len(needed) - len(parts.inputs) :]
         outputs = tuple(c is not None and d for c, d in zip(cotangents, learned_of(call).outputs, strict=True))
         asked = Asked(
@@ -107,7 +106,7 @@ def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch
     parts = call.split(tensors)
     takers = parts.accumulators if call.accumulate else parts.shards
     call.wanted = (
-        tuple(b.trainable and _is_differentiated(t) for b, t in zip(call.bound, takers, strict=True)),
+        tuple(b.trainable and _is_differentiated(t) for b, t in zip(call.param_groups, takers, strict=True)),
         tuple(is_differentiable(t) and _is_differentiated(t) for t in parts.inputs),
     )
     call._transformed = not plain  # pyright: ignore[reportPrivateUsage]
@@ -125,9 +124,9 @@ def _is_differentiated(tensor: torch.Tensor) -> bool:
     while True:
         if tensor.requires_grad:
             return True
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
+        if not is_wrapped(tensor):
             return False
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = inner_of(tensor)
 
 
 def _differentiated(call: UnitCall, asked: Asked) -> Callable[[Sequence[torch.Tensor]], Tensors]:

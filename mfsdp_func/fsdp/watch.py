@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
+
+from mfsdp_func.effects.torch_internals import is_transformed
+from mfsdp_func.fsdp.torch_internals import is_wrapped, storage_of
 
 _REMEDY = (
     "Units run as one operation, differentiated with respect to their parameters and the tensors among their arguments,"
@@ -55,7 +57,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._label = label
         self._params = params
-        self._storages = {param.untyped_storage()._cdata for _, param in params}
+        self._storages = {storage_of(param) for _, param in params}
         self._starts = sorted((param.data_ptr(), name) for name, param in params if param.numel())
         self._by_id = {id(param): name for name, param in params}
         self._own = {*self._by_id, *map(id, inputs)}
@@ -88,7 +90,7 @@ class Watch(TorchFunctionMode):
     def _check_wrapped(self, value: object) -> None:
         if not isinstance(value, torch.Tensor):
             return
-        if _functorch.is_functorch_wrapped_tensor(value) and _functorch.peek_interpreter_stack() is None:
+        if is_wrapped(value) and not is_transformed():
             raise self.foreign(value)
 
     def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
@@ -99,14 +101,14 @@ class Watch(TorchFunctionMode):
 
     def _owner(self, tensor: torch.Tensor) -> str | None:
         """The parameter in whose memory a tensor lies."""
-        if _storage(tensor) not in self._storages or not self._starts:
+        if storage_of(tensor) not in self._storages or not self._starts:
             return None
         return self._starts[max(bisect.bisect_right(self._starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1]
 
     def _learn(self, tensor: torch.Tensor) -> None:
-        if _functorch.is_functorch_wrapped_tensor(tensor):
+        if is_wrapped(tensor):
             return
-        if id(tensor) not in self._own and (tensor.requires_grad or _storage(tensor) in self._storages):
+        if id(tensor) not in self._own and (tensor.requires_grad or storage_of(tensor) in self._storages):
             self._made[id(tensor)] = weakref.ref(tensor)
 
     def foreign(self, tensor: torch.Tensor) -> Escape:
@@ -166,10 +168,6 @@ class Watch(TorchFunctionMode):
         pairs = zip(self._params, self._counts, strict=True)
         found += [param for (_, param), count in pairs if sys.getrefcount(param) > count]
         return [tensor for tensor in found if tensor.numel()]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 def _named_by_callers() -> set[int]:

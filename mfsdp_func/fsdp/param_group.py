@@ -10,14 +10,15 @@ import torch
 
 from mfsdp_func.effects.token import Token
 from mfsdp_func.effects.torch_internals import outside_transforms
+from mfsdp_func.fsdp.torch_internals import version_of
 from mfsdp_func.operations.dbuffer import DBuffer, redistribute
 from mfsdp_func.values.buffer_spec import BufferSpec
 from mfsdp_func.values.placement import Partial, Placement, Replicate, Shard, shard_axes
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A group bound to a mesh.
+class ParamGroup:
+    """A group of parameters on a mesh.
 
     Attributes:
         key: the group's.
@@ -147,20 +148,20 @@ class Bound:
 class _AverageGradient(torch.autograd.Function):
     """A shard as it is; its gradient, the sum over the ranks that share the buffer, becomes the mean over all ranks.
 
-    ``(shard, bound, number of leading batch dims) -> shard``
+    ``(shard, group, number of leading batch dims) -> shard``
     """
 
     @staticmethod
-    def forward(shard: torch.Tensor, bound: Bound, batch_ndim: int) -> torch.Tensor:
+    def forward(shard: torch.Tensor, group: ParamGroup, batch_ndim: int) -> torch.Tensor:
         return shard.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.bound, ctx.batch_ndim = inputs
+        _, ctx.group, ctx.batch_ndim = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        average = ctx.bound.average_shard
+        average = ctx.group.average_shard
         for _ in range(ctx.batch_ndim):
             average = torch.func.vmap(average)
         return average(gradient), None, None
@@ -171,59 +172,59 @@ class _AverageGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int, None, None], shard: torch.Tensor, bound: Bound, batch_ndim: int
+        info: Any, in_dims: tuple[int, None, None], shard: torch.Tensor, group: ParamGroup, batch_ndim: int
     ) -> tuple[torch.Tensor, int]:
-        return _AverageGradient.apply(shard.movedim(in_dims[0], 0), bound, batch_ndim + 1), 0
+        return _AverageGradient.apply(shard.movedim(in_dims[0], 0), group, batch_ndim + 1), 0
 
 
 class Kept(torch.autograd.Function):
-    """``(bound, shard, accumulator or None) -> whole buffer`` of parameters that stay gathered for a pass.
+    """``(group, shard, accumulator or None) -> whole buffer`` of parameters that stay gathered for a pass.
 
     Linear, so it saves nothing. The gradient goes to the shard, averaged, or to the accumulator as it is.
     """
 
     @staticmethod
-    def forward(bound: Bound, shard: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
-        full = DBuffer(bound.spec, shard).cast(bound.param_dtype).redistribute(bound.whole.placements).local_buffer
+    def forward(group: ParamGroup, shard: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        full = DBuffer(group.spec, shard).cast(group.param_dtype).redistribute(group.whole.placements).local_buffer
         return full.clone() if full is shard else full
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.bound, _, accumulator = inputs
+        ctx.group, _, accumulator = inputs
         ctx.accumulates, ctx.device = accumulator is not None, output.device
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        flat = gradient.to(ctx.bound.reduce_dtype)
-        return (None, None, ctx.bound.accumulated(flat)) if ctx.accumulates else (None, ctx.bound.reduce(flat), None)
+        flat = gradient.to(ctx.group.reduce_dtype)
+        return (None, None, ctx.group.accumulated(flat)) if ctx.accumulates else (None, ctx.group.reduce(flat), None)
 
     @staticmethod
     def jvp(ctx: Any, _bound: None, of_shard: torch.Tensor | None, of_accumulator: torch.Tensor | None) -> torch.Tensor:
         if not ctx.accumulates and of_shard is not None:
-            return ctx.bound.gather_averaging(of_shard).local_buffer
+            return ctx.group.gather_averaging(of_shard).local_buffer
         if of_accumulator is not None:
-            return ctx.bound.spread(of_accumulator)
-        return torch.zeros(ctx.bound.whole.local_numel, dtype=ctx.bound.param_dtype, device=ctx.device)
+            return ctx.group.spread(of_accumulator)
+        return torch.zeros(ctx.group.whole.local_numel, dtype=ctx.group.param_dtype, device=ctx.device)
 
     @staticmethod
     def vmap(
         info: Any,
         in_dims: tuple[int | None, ...],
-        bound: Bound,
+        group: ParamGroup,
         shard: torch.Tensor,
         accumulator: torch.Tensor | None,
     ) -> tuple[torch.Tensor, int]:
         def run(shard: torch.Tensor, *accumulator: torch.Tensor) -> torch.Tensor:
-            full = bound.gather_averaging(shard).local_buffer
-            return with_gradient_to(bound, full, accumulator[0]) if accumulator else full
+            full = group.gather_averaging(shard).local_buffer
+            return with_gradient_to(group, full, accumulator[0]) if accumulator else full
 
         given = (shard,) if accumulator is None else (shard, accumulator)
         return torch.func.vmap(run, in_dims[1 : 1 + len(given)])(*given), 0
 
 
-def with_gradient_to(bound: Bound, full: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+def with_gradient_to(group: ParamGroup, full: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
     """The values of a whole buffer, whose gradient goes to an accumulator: that acts as zeros added to a constant."""
-    return full.detach() + bound.spread(accumulator - accumulator.detach())
+    return full.detach() + group.spread(accumulator - accumulator.detach())
 
 
 class GatherCache:
@@ -233,16 +234,16 @@ class GatherCache:
         # The source is kept with its gather: a new one at the same address must not be taken for it.
         self._entries: dict[_Identity, tuple[DBuffer, Token, torch.Tensor]] = {}
 
-    def start(self, pairs: Iterable[tuple[Bound, torch.Tensor]]) -> None:
+    def start(self, pairs: Iterable[tuple[ParamGroup, torch.Tensor]]) -> None:
         """Start gathering; nothing where it is under way already."""
         for group, source in pairs:
             if _identity(group, source) not in self._entries:
                 self._entries[_identity(group, source)] = (*group.start_gather(source), source)
 
-    def take(self, bound: Bound, source: torch.Tensor) -> DBuffer:
+    def take(self, group: ParamGroup, source: torch.Tensor) -> DBuffer:
         """The whole buffer of a source, waited for."""
-        if (entry := self._entries.pop(_identity(bound, source), None)) is None:
-            return bound.gather(source)
+        if (entry := self._entries.pop(_identity(group, source), None)) is None:
+            return group.gather(source)
         entry[1].wait()
         return entry[0]
 
@@ -262,6 +263,6 @@ class GatherCache:
 _Identity: TypeAlias = tuple[str, int, int]
 
 
-def _identity(bound: Bound, source: torch.Tensor) -> _Identity:
+def _identity(group: ParamGroup, source: torch.Tensor) -> _Identity:
     # All ranks must find the same, so what differs on one alone does not count: empty sources all have one address.
-    return bound.key, source.data_ptr(), 0 if source.is_inference() else source._version
+    return group.key, source.data_ptr(), version_of(source)

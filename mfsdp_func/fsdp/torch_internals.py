@@ -1,0 +1,122 @@
+"""What torch keeps private and units need: each name once, what it is for, and which test fails when it changes.
+
+All of them are there from torch 2.11 to 2.13. Tests are in ``tests/test_torch_internals.py``, unless a file is named. What
+other rooms need of the kind is in `mfsdp_func.effects.torch_internals`.
+
+- Saved-tensor hooks inside of transforms and traces: ``_saved_tensors_hooks_get_disabled_error_message``,
+  ``_saved_tensors_hooks_enable``, ``_saved_tensors_hooks_disable``, ``_saved_tensors_hooks_set_tracing``. Test:
+  `test_hooks_allowed`.
+- The caller's own hooks: ``_top_saved_tensors_default_hooks``. Test: `test_hooks_above`.
+- Whether a backward pass keeps its graph: ``_get_current_graph_task_keep_graph``; which node runs:
+  ``torch._C._current_autograd_node``. Test: `test_the_backward_pass_that_runs`.
+- Tensors of transforms: ``_functorch.is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``. Test:
+  `test_wrapped`.
+- What tells a tensor's memory: ``UntypedStorage._cdata``. Test: `test_storage_of`.
+- What tells that a tensor was written into: ``Tensor._version``. Test: `test_version_of`.
+- A tensor that is the negative of its memory: ``torch._neg_view``. Test: `test_negative_views`.
+- A subclass without its own ``__torch_function__``: ``torch._C.DisableTorchFunctionSubclass``; the subclass itself:
+  ``Tensor._make_subclass``. Test: `test_an_absent_parameter_never_reads_as_numbers` of ``tests/test_fsdp_once.py``.
+- Tensors without values: ``torch._subclasses.fake_tensor.FakeTensor``. Test: `test_fake_tensors`.
+- Modules that are compiled: ``torch._dynamo.eval_frame.OptimizedModule``, ``Module._compiled_call_impl``. Test:
+  `test_what_cannot_be_copied_is_refused_by_name` of ``tests/test_fsdp_once.py``.
+"""
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
+
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
+# Autograd.
+
+
+@contextmanager
+def hooks_allowed() -> Generator[None, None, None]:
+    """Saved-tensor hooks count, also inside of `torch.func` transforms and traces."""
+    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    tracing = _autograd._saved_tensors_hooks_set_tracing(False)
+    if message is not None:
+        _autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _autograd._saved_tensors_hooks_set_tracing(tracing)
+        if message is not None:
+            _autograd._saved_tensors_hooks_disable(message)
+
+
+def hooks_above() -> Any:
+    """The innermost pair of saved-tensor hooks that is active; None if none is."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs now keeps its graph."""
+    return _autograd._get_current_graph_task_keep_graph()
+
+
+def current_node() -> Any:
+    """The node of autograd's graph that runs now; None outside of a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+# Tensors.
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a transform."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `vmap` maps over a tensor."""
+    return _functorch.is_batchedtensor(tensor)
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A transform's tensor as the next transform outside has it."""
+    return _functorch.get_unwrapped(tensor)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory; 0 where it has none of the usual kind."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written into; tensors made in inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory whose values are its negatives."""
+    return torch._neg_view(tensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, because a compiler looks on."""
+    return isinstance(tensor, FakeTensor)
+
+
+def plain_subclass(cls: type[torch.Tensor], value: torch.Tensor, requires_grad: bool) -> Any:
+    """A tensor of a subclass, with the memory of `value`."""
+    return torch.Tensor._make_subclass(cls, value, requires_grad)
+
+
+def torch_functions_of_subclasses_off() -> AbstractContextManager[Any]:
+    """Run functions on subclasses as on tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Modules.
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is one that `torch.compile` made, or `Module.compile` changed."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
