@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_func.effects.blocks import find_overlap
 from mfsdp_func.effects.call import Wanted, are_alike, check_tensors, faults_reported
-from mfsdp_func.effects.move import launch
+from mfsdp_func.effects.launch import launch
 from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.operations.dbuffer import DBuffer

@@ -12,9 +12,10 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 import mfsdp_func as mf
-from mfsdp_func.effects import move
+from mfsdp_func.effects.launch import launches_watched
 from mfsdp_func.fsdp.sharded_module import ShardedModule
 from mfsdp_func.plans.collective import Collective
+from mfsdp_func.plans.linear_map import LinearMap
 
 WORDS, WIDTH, LENGTH = 17, 6, 5
 ROWS, FULL, WHOLE = mf.RowAtomic(), mf.Replicate(), mf.TensorAtomic()
@@ -149,40 +150,29 @@ def gathers_watched() -> Iterator[SimpleNamespace]:
     Of all ranks of this process: on a simulated mesh, watch one rank alone.
     """
     seen = SimpleNamespace(count=0, peak=0, alive={})
-    allocate = move.allocate
 
-    def watched(linear: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        outputs = allocate(linear, *args)
+    def watch(linear: LinearMap, outputs: Sequence[torch.Tensor]) -> None:
         if isinstance(linear, Collective) and linear.kind == "allgather":
             seen.count += 1
             seen.alive[seen.count] = outputs[0].nbytes
             seen.peak = max(seen.peak, sum(seen.alive.values()))
             weakref.finalize(outputs[0].untyped_storage(), seen.alive.pop, seen.count)
-        return outputs
 
-    move.allocate = watched
-    try:
+    with launches_watched(watch):
         yield seen
         gc.collect()
-    finally:
-        move.allocate = allocate
 
 
 @contextmanager
 def calls_watched() -> Iterator[dict[int, list[str]]]:
     """The labels of all operations that run inside, by rank, on whatever carrier."""
     labels: dict[int, list[str]] = {}
-    launch = move.launch
 
-    def watched(linear: Any, *args: Any, **kwargs: Any) -> Any:
+    def watch(linear: LinearMap, outputs: object) -> None:
         labels.setdefault(linear.mesh.get_rank(), []).append(linear.label)
-        return launch(linear, *args, **kwargs)
 
-    move.launch = watched
-    try:
+    with launches_watched(watch):
         yield labels
-    finally:
-        move.launch = launch
 
 
 def bytes_of(apply: ShardedModule) -> dict[str, int]:

@@ -9,7 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad
 
 import mfsdp_func as mf
+from mfsdp_func.effects.launch import launches_watched
 from mfsdp_func.optim import muon
+from mfsdp_func.plans.linear_map import LinearMap
+from mfsdp_func.plans.plan import Plan
 from tests import fsdp_cases as cases
 from tests.fsdp_cases import FULL, WHOLE, loss_of, net, number
 from tests.spawn import RankPool
@@ -131,23 +134,17 @@ def test_gradients_arrive_whole_at_the_owner() -> None:
 
 
 def train_on_real_ranks(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-    from mfsdp_func.effects import move
-
     sent: list[str] = []
-    start = move.start_exchange
 
-    def watched(view: Any, carrier: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        sent.extend(call.label for _ in view.sends)
-        return start(view, carrier, call, *args, **kwargs)
+    def watch(linear: LinearMap, outputs: object) -> None:
+        if isinstance(linear, Plan):
+            sent.extend(linear.label for _ in linear.local.sends)
 
-    move.start_exchange = watched
-    try:
-        module, mesh = net(), init_device_mesh("cpu", (world_size,))
-        placements = mf.Placements(0, [WHOLE], [WHOLE], [WHOLE])
-        owners = owners_of(module, world_size, by_parameter=False)
+    module, mesh = net(), init_device_mesh("cpu", (world_size,))
+    placements = mf.Placements(0, [WHOLE], [WHOLE], [WHOLE])
+    owners = owners_of(module, world_size, by_parameter=False)
+    with launches_watched(watch):
         weights = train(mf.as_mesh(mesh), module, placements, cases.batches(world_size), parameter_to_owner=owners)
-    finally:
-        move.start_exchange = start
     return weights, sent
 
 

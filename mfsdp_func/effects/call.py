@@ -11,7 +11,8 @@ from torch.fx.node import has_side_effect
 
 from mfsdp_func.effects.agreement import checking, report_fault
 from mfsdp_func.effects.here import carrier_of, check_place, this_rank
-from mfsdp_func.effects.move import Options, in_flight, move
+from mfsdp_func.effects.launch import Options, in_flight
+from mfsdp_func.effects.move import move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.origin import Origin, origin_here
 from mfsdp_func.effects.streams import SIMULATED_STREAMS, AnyStream, mark_used, streams_of

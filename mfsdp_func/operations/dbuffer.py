@@ -8,21 +8,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.call import Order, Wanted, check_tensors, joined_link, run, run_traced, tell_fault
-from mfsdp_func.effects.here import check_place
+from mfsdp_func.effects.call import Order
 from mfsdp_func.effects.streams import AnyStream
-from mfsdp_func.effects.token import After, Token, as_tokens
+from mfsdp_func.effects.token import After, Token
+from mfsdp_func.operations.buffer_steps import check_dtype, check_flat, communicate, local_of, take_steps, viewed
 from mfsdp_func.operations.dtensor import to_dtensor
-from mfsdp_func.operations.spec_facts import fact_of, spec_of
+from mfsdp_func.operations.spec_facts import fact_of
 from mfsdp_func.plans.redistribution import Step, collective_step, redistribution, view_step
 from mfsdp_func.values.buffer_spec import (
     BufferSpec,
-    averages,
     held_tensors,
-    local_numel,
     local_part,
     local_view,
-    named,
 )
 from mfsdp_func.values.layout import GlobalLayout
 from mfsdp_func.values.mesh import Mesh, MeshLike
@@ -69,7 +66,7 @@ class DBuffer:
                 f"DBuffer.from_local: rank {spec.mesh.get_rank()} gave a tensor of shape {tuple(local_buffer.shape)},"
                 f" expected ({spec.local_numel},): its range {spec.local_range} of {spec}"
             )
-        _check_dtype(spec, local_buffer.dtype)
+        check_dtype(spec, local_buffer.dtype)
         return cls(spec, local_buffer)
 
     @classmethod
@@ -84,7 +81,7 @@ class DBuffer:
     ) -> "DBuffer":
         """A buffer of unspecified elements. Errors as `from_local`."""
         spec = BufferSpec(mesh, placements, layout)
-        _check_dtype(spec, dtype or torch.get_default_dtype())
+        check_dtype(spec, dtype or torch.get_default_dtype())
         return cls(spec, torch.empty(spec.local_numel, dtype=dtype, device=device))
 
     @classmethod
@@ -112,34 +109,7 @@ class DBuffer:
     @classmethod
     def distribute(cls, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], spec: BufferSpec) -> "DBuffer":
         """See `distribute_tensors`; for a spec that is there already."""
-        layout = spec.layout
-        if any(isinstance(placement, Partial) for placement in spec.placements):
-            raise ValueError(f"DBuffer.distribute_tensors: {spec.placements} holds a Partial; distribute, then relabel")
-        given = tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))
-        if surplus := [i for i in given if i not in range(len(layout.tensor_shapes))]:
-            raise ValueError(
-                f"DBuffer.distribute_tensors: {surplus[0]!r} is no tensor of the layout, which has"
-                f" {len(layout.tensor_shapes)} ({len(given)} given); leave it out"
-            )
-        pieces: list[torch.Tensor] = []
-        cursor, example = spec.local_range.start, next(iter(given.values()), torch.empty(0))
-        for i, part in spec.held:
-            if i not in given or given[i].shape != layout.tensor_shapes[i]:
-                got = tuple(given[i].shape) if i in given else "nothing"
-                raise ValueError(
-                    f"DBuffer.distribute_tensors: tensor {i} must have its full shape {tuple(layout.tensor_shapes[i])},"
-                    f" got {got}"
-                )
-            if given[i].dtype != example.dtype:
-                raise TypeError(
-                    f"DBuffer.distribute_tensors: tensor {i} is {given[i].dtype}, others are {example.dtype};"
-                    " one buffer has one dtype"
-                )
-            start = layout.tensor_to_offset[i] + part.start
-            pieces += [example.new_zeros(start - cursor), given[i].reshape(-1)[part.start : part.end]]
-            cursor = start + part.numel
-        pieces.append(example.new_zeros(spec.local_range.start + spec.local_numel - cursor))
-        return cls(spec, torch.cat(pieces))
+        return cls(spec, local_of(tensors, spec))
 
     @property
     def mesh(self) -> Mesh:
@@ -196,7 +166,7 @@ class DBuffer:
         Raises:
             TypeError: if an integer buffer were to be averaged.
         """
-        _check_dtype(self.spec, dtype)
+        check_dtype(self.spec, dtype)
         return DBuffer(self.spec, self.local_buffer.to(dtype))
 
     def allgather(self, axis: str | int, *, deterministic: bool = False) -> "DBuffer":
@@ -230,7 +200,7 @@ class DBuffer:
             ValueError: on any other change; see `BufferSpec`.
             NotImplementedError: if more than one axis changes.
         """
-        return _view(self, fact_of(view_step, self.spec, tuple(placements)))
+        return DBuffer(*viewed(self.spec, self.local_buffer, fact_of(view_step, self.spec, tuple(placements))))
 
 
 def allgather(
@@ -316,95 +286,16 @@ def redistribute(
     Raises:
         ValueError: before any communication, on anything but itself -> ``Partial("sum")``.
     """
-    target, steps = fact_of(redistribution, buffer.spec, tuple(placements), deterministic)
-    _check_dtype(spec_of(target), buffer.dtype)
-    tokens = as_tokens(after)
-    link = joined_link(tokens) if tokens else None
-    token = Token(torch.zeros((), device=buffer.local_buffer.device) if link is None else link, dtype=buffer.dtype)
-    for n, step in enumerate(steps):
-        if step[0] == "view":
-            _wait(tokens)
-            buffer = _view(buffer, step)
-        else:
-            buffer, token = _communicate(buffer, step, tokens, stream, async_op and n == len(steps) - 1)
-            tokens = (token,)
-    if not steps:
-        _wait(tokens)
-    return buffer, token
-
-
-def _wait(tokens: Sequence[Token]) -> None:
-    for token in tokens:
-        token.wait()
-
-
-# Of others torch has no sum, or one that is no sum.
-_FLOATS = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-)
-_ADDED = frozenset((*_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
-
-
-def _check_dtype(spec: BufferSpec, dtype: torch.dtype) -> None:
-    if not (dtype.is_floating_point or dtype.is_complex) and fact_of(averages, spec):
-        raise TypeError(f'{dtype} buffers cannot be averaged: one axis is Partial("avg"); use Partial("sum")')
-
-
-def check_flat(what: str, local: torch.Tensor) -> None:
-    """Refuse what is no flat storage. Not done where a `DBuffer` is made: transforms put placeholders of all kinds there.
-
-    Raises:
-        ValueError: if the local buffer has not one dim.
-    """
-    if local.dim() != 1:
-        raise ValueError(
-            f"{what}: the DBuffer's local_buffer has shape {tuple(local.shape)}, expected one dim; make buffers with"
-            " DBuffer.from_local, and use a batch of them inside torch.func.vmap"
-        )
-
-
-def _view(buffer: DBuffer, step: Step) -> DBuffer:
-    _, target, _, part = step
-    spec, local = spec_of(target), buffer.local_buffer
-    check_flat("view", local)
-    _check_dtype(spec, local.dtype)
-    if part.numel != local.shape[0]:
-        local = local[part.start : part.start + part.numel]
-    numel = fact_of(local_numel, spec)
-    if numel != part.numel:
-        local = torch.cat([local, local.new_zeros(numel - part.numel)])  # (`pad` has no zero of some dtypes)
-    if not torch.compiler.is_compiling():  # compiled code does not guard on names
-        spec = named(spec, buffer.spec.name)
-    return DBuffer(spec, local)
+    change = fact_of(redistribution, buffer.spec, tuple(placements), deterministic)
+    spec, local, token = take_steps(buffer.spec, buffer.local_buffer, change, Order(after, stream, async_op))
+    return DBuffer(spec, local), token
 
 
 def _communicate(
     buffer: DBuffer, step: Step, after: After, stream: AnyStream | None, async_op: bool
 ) -> tuple[DBuffer, Token]:
-    kind, target = step[:2]
-    collective: Any = step[2]  # where this is traced, its key
-    dtype, local = buffer.dtype, buffer.local_buffer
-    check_flat(kind, local)
-    if kind != "allgather" and dtype not in _ADDED:
-        raise TypeError(f"{kind}: {dtype} cannot be added; cast the buffer first")
-    if torch.compiler.is_compiling():
-        (output,), token = run_traced(collective, [local], Wanted(), None, after)
-        return DBuffer(spec_of(target), output), token
-    try:
-        check_place(collective.mesh, collective.label)
-        tokens = as_tokens(after)
-        options = check_tensors(collective, (local,), Wanted(), tokens, of=buffer.spec.name)
-    except Exception as error:
-        tell_fault(collective, error)
-        raise
-    (output,), token = run(collective, options, (local,), tokens, Order(after, stream, async_op))
-    return DBuffer(named(target, buffer.spec.name), output), token
+    spec, local, token = communicate(buffer.spec, buffer.local_buffer, step, Order(after, stream, async_op))
+    return DBuffer(spec, local), token
 
 
 def _flatten(buffer: DBuffer) -> tuple[list[torch.Tensor], BufferSpec]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp_func as mf
-from mfsdp_func.effects import move
+from mfsdp_func.effects.launch import launches_watched
+from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.values.mesh import Mesh
 from tests.spawn import RankPool
 
@@ -30,14 +30,12 @@ SHAPES = ((4, 1000), (40, 1000), (4, 10), (8, 3000))
 def recorded(rank: int) -> Iterator[list[str]]:
     """The labels of a rank's calls, as they reach the carrier."""
     calls: list[str] = []
-    launch = move.launch
 
-    def launch_and_record(linear: Any, *args: Any, **kwargs: Any) -> Any:
+    def record(linear: LinearMap, outputs: object) -> None:
         if linear.mesh.get_rank() == rank:
             calls.append(linear.label.replace("'", ""))
-        return launch(linear, *args, **kwargs)
 
-    with mock.patch.object(move, "launch", launch_and_record):
+    with launches_watched(record):
         yield calls
 
 
