@@ -35,6 +35,26 @@ def _serves(ranks: tuple[int, ...], mesh: Mesh, axis: int) -> bool:
     return set(ranks) == set(mesh.axis_ranks(axis))
 
 
+def group_of(mesh: Mesh) -> dist.ProcessGroup:
+    """A process group through which the ranks of a mesh can reach one another; none is ever created here.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"no process group is initialised, so {mesh} cannot communicate; start the program with torchrun and call"
+            " torch.distributed.init_process_group, or run it in one process with mfsdp_func.simulate"
+        )
+    groups = axis_groups(mesh)
+    if len(groups) == 1:
+        return groups[0]
+    world = dist.group.WORLD
+    if world is None or max(mesh.ranks) >= dist.get_world_size():
+        raise RuntimeError(f"{mesh} has ranks beyond the {dist.get_world_size()} ranks of the default process group")
+    return world
+
+
 def flat_mesh(mesh: Mesh) -> Mesh:
     """The ranks of a mesh on one axis, where a process group has just them; else the mesh as it is.
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
+from time import monotonic
 
 import torch
 
@@ -16,6 +17,7 @@ from mfsdp_func.effects.collectives import start_collective
 from mfsdp_func.effects.exchange import empty_outputs, start_exchange
 from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.effects.origin import Origin
+from mfsdp_func.effects.waiting import BEGAN
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.plans.linear_map import LinearMap
 from mfsdp_func.plans.plan import Plan
@@ -55,8 +57,12 @@ class Flight:
 
     def finish(self) -> None:
         """Wait for everything, in the order in which it was started."""
-        while self.finishes:
-            self.finishes.pop(0)()
+        outer, BEGAN.at = BEGAN.at, BEGAN.at or monotonic()
+        try:
+            while self.finishes:
+                self.finishes.pop(0)()
+        finally:
+            BEGAN.at = outer
 
 
 _FLIGHT: ContextVar[Flight | None] = ContextVar("mfsdp_func_flight", default=None)
@@ -118,9 +124,11 @@ def launch(
     holder = carrier.inside.setdefault(linear.mesh.digest, mine)
     if holder[0] != mine[0]:
         raise RuntimeError(_two_threads(linear, holder[1]))
+    outer, BEGAN.at = BEGAN.at, BEGAN.at or monotonic()
     try:
         return _launch(carrier, linear, options, batch, inputs, outputs)
     finally:
+        BEGAN.at = outer
         if holder is mine:
             del carrier.inside[linear.mesh.digest]
 

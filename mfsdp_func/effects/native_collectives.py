@@ -1,16 +1,17 @@
 """The backend's own collectives, for segments of equal size. Process groups sort their ranks; results are in buffer order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 
 from mfsdp_func.effects.blocks import as_bytes
-from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.collectives import compact, spread
 from mfsdp_func.effects.groups import axis_groups
+from mfsdp_func.effects.waiting import Waiter
 from mfsdp_func.plans.collective import Collective
 
 
@@ -27,24 +28,15 @@ _ADDED = frozenset(
 )
 
 
-def native_collective(
-    call: Call,
-    collective: Collective,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    lead: Callable[[dist.ProcessGroup], None] | None = None,
-) -> Callable[[], None] | None:
-    """Start it and return what waits for it; None where messages must do: unequal segments, no group, no such sum.
+class Start(NamedTuple):
+    """A collective that the backend can run: on which group, and where each segment of the buffer is there."""
 
-    Sums are those of the target's dtype.
+    group: dist.ProcessGroup
+    to_buffer: list[int]
 
-    Args:
-        call: this call.
-        collective: which.
-        source: see `start_collective`.
-        target: likewise.
-        lead: called with the group before anything is sent.
-    """
+
+def starting(collective: Collective, source: torch.Tensor) -> Start | None:
+    """How to start it; None where messages must do: unequal segments, no group, no such sum."""
     groups = axis_groups(collective.mesh)
     if not groups or collective.total == 0 or not (collective.equal or collective.kind == "allreduce"):
         return None
@@ -52,43 +44,46 @@ def native_collective(
         return None
     group = groups[collective.axis]
     order = dist.get_process_group_ranks(group)
-    to_buffer = [order.index(rank) for rank in collective.line]
-    if lead is not None:
-        lead(group)
+    return Start(group, [order.index(rank) for rank in collective.line])
+
+
+def start_native(
+    waiter: Waiter, collective: Collective, start: Start, source: torch.Tensor, target: torch.Tensor
+) -> Callable[[], None]:
+    """Start it and return what waits for it. Sums are those of the target's dtype.
+
+    Args:
+        waiter: this call.
+        collective: which.
+        start: see `starting`.
+        source: see `start_collective`.
+        target: likewise.
+    """
     if collective.kind == "allreduce":
         target.copy_(source)
-        return _waiting(dist.all_reduce(target, group=group, async_op=True))
+        return _waiting(waiter, collective, partial(dist.all_reduce, target))
     if collective.kind == "allgather":
-        return _all_gather(collective, group, to_buffer, source, target)
-    return _reduce_scatter(collective, group, to_buffer, source, target)
+        return _all_gather(waiter, collective, start.to_buffer, source, target)
+    return _reduce_scatter(waiter, collective, start.to_buffer, source, target)
 
 
 def _all_gather(
-    collective: Collective,
-    group: dist.ProcessGroup,
-    to_buffer: Sequence[int],
-    source: torch.Tensor,
-    target: torch.Tensor,
+    waiter: Waiter, collective: Collective, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
 ) -> Callable[[], None]:
     if collective.stored is None and to_buffer == sorted(to_buffer):
-        work = _all_gather_single(as_bytes(target), as_bytes(source), group=group, async_op=True)
-        return _waiting(work, source)
+        return _waiting(waiter, collective, partial(_all_gather_single, as_bytes(target), as_bytes(source)), source)
     gathered = source.new_empty((len(to_buffer), *source.shape))
-    work = _all_gather_single(as_bytes(gathered), as_bytes(source), group=group, async_op=True)
+    wait = _waiting(waiter, collective, partial(_all_gather_single, as_bytes(gathered), as_bytes(source)))
 
     def finish() -> None:
-        work.wait()
+        wait()
         compact(rearrange(gathered[list(to_buffer)], "rank n ... -> (rank n) ..."), target, collective.sizes)
 
     return finish
 
 
 def _reduce_scatter(
-    collective: Collective,
-    group: dist.ProcessGroup,
-    to_buffer: Sequence[int],
-    source: torch.Tensor,
-    target: torch.Tensor,
+    waiter: Waiter, collective: Collective, to_buffer: Sequence[int], source: torch.Tensor, target: torch.Tensor
 ) -> Callable[[], None]:
     ranks, step = len(to_buffer), target.shape[0]
     stored = source if collective.stored is None else spread(source, collective.sizes, step)
@@ -97,12 +92,23 @@ def _reduce_scatter(
         segments = rearrange(stored, "(rank n) ... -> rank n ...", rank=ranks, n=step)
         stored = rearrange(segments[from_buffer], "rank n ... -> (rank n) ...")
     stored = stored.to(target.dtype)
-    return _waiting(_reduce_scatter_single(target, stored, group=group, async_op=True), stored)
+    return _waiting(waiter, collective, partial(_reduce_scatter_single, target, stored), stored)
 
 
-def _waiting(work: "dist.Work | None", *keep: torch.Tensor) -> Callable[[], None]:
+def _waiting(
+    waiter: Waiter, collective: Collective, begin: Callable[..., "dist.Work | None"], *keep: torch.Tensor
+) -> Callable[[], None]:
+    """Begin it; return what waits for its end, and holds what it reads until then."""
+    others = [rank for rank in collective.line if rank != collective.mesh.rank]
+    try:
+        work = begin(group=waiter.group, async_op=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise waiter.failure(others, error) from error
+
     def finish(held: Sequence[torch.Tensor] = keep) -> None:
         if work is not None:
-            work.wait()
+            waiter.wait([work], others)
 
     return finish

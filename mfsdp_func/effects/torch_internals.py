@@ -18,6 +18,9 @@ All of them are there from torch 2.11 to 2.13. Tests named without a file are in
 - An operator whose calls keep their order: ``torch._higher_order_ops.effects._register_effectful_op``; the graph that is
   being traced: ``proxy_tensor.get_proxy_mode``. Test: ``tests/composition/test_order.py``.
 - A process group by its name: ``distributed_c10d._resolve_process_group``. Test: ``tests/test_dtensor.py``.
+- Which devices a process group serves: ``ProcessGroup._device_types``; after how many seconds it gives up:
+  ``ProcessGroup._get_backend`` and ``options._timeout``. Test: ``test_what_is_known_of_a_group`` of
+  ``tests/test_faults_real.py``.
 
 State that simulated ranks must each have for themselves is in `mfsdp_func.simulation.rank_state`.
 """
@@ -146,4 +149,18 @@ def process_group_named(name: str) -> dist.ProcessGroup | None:
     try:
         return distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
     except (RuntimeError, LookupError):
+        return None
+
+
+def device_types_of(group: dist.ProcessGroup) -> set[str]:
+    """The types of devices whose tensors a group carries."""
+    return {device.type for device in group._device_types}  # pyright: ignore[reportPrivateUsage]
+
+
+def timeout_of(group: dist.ProcessGroup) -> float | None:
+    """After how many seconds a group gives up, as it is set now; None where that is not known."""
+    try:
+        backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportPrivateUsage]
+        return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+    except (AttributeError, IndexError, RuntimeError):
         return None
