@@ -247,22 +247,85 @@ def test_errors_name_the_cause() -> None:
     on_each((1,), program)
 
 
-class Draws(nn.Linear):
-    def __init__(self, draw: Any) -> None:
-        super().__init__(4, 4)
-        self.draw = draw
+class Draws(nn.Module):
+    """Draws in its unit, or beside it."""
+
+    def __init__(self, draw: Any, where: str) -> None:
+        super().__init__()
+        self.layers, self.draw, self.where = nn.ModuleList([Scales(draw if where == "unit" else None)]), draw, where
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.draw()
+        return self.layers[0](x) * (self.draw() if self.where == "root" else 1)
+
+
+class Scales(nn.Linear):
+    def __init__(self, draw: Any) -> None:
+        super().__init__(4, 4)
+        self.draw, self.scale, self.mode = draw, 2.0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) * self.scale
+        y = y if self.draw is None else y * self.draw()
+        return torch.sin(y) if self.mode == "sin" else y
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["Python", "NumPy"])  # noqa: NPY002
-def test_draws_that_would_be_constants_are_refused(draw: Any) -> None:
+@pytest.mark.parametrize("where", ["unit", "root"])
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_draws_that_would_be_constants_are_refused(draw: Any, where: str, differentiated: bool) -> None:
     def program(mesh: mf.Mesh) -> None:
-        apply, params = mf.fully_shard(Draws(draw), mesh, place(mesh, "one"))
-        step = compiled(grad(lambda params: apply(params, torch.ones(2, 4)).sum()), "aot_eager")
-        with pytest.raises(Exception, match="draws from Python's or NumPy's generator"):
-            step(params)
+        apply, params = mf.fully_shard(Draws(draw, where), mesh, place(mesh, "one"))
+
+        def loss(params: Any) -> torch.Tensor:
+            return apply(params, torch.ones(2, 4)).sum()
+
+        who = "unit 'layers.0'" if where == "unit" else "the module"
+        with pytest.raises(Exception, match=f"{who} draws from Python's or NumPy's generator"):
+            compiled(grad(loss) if differentiated else loss, "aot_eager")(params)
+
+    on_each((1,), program)
+
+
+def test_a_change_of_the_modules_state_compiles_anew() -> None:
+    """Training flags, plain attributes, hooks: old code is taken up again where the state is as it was."""
+
+    def program(mesh: mf.Mesh) -> None:
+        dropped = nn.Sequential(nn.ModuleList([Scales(None)])[0], nn.Dropout(0.5))
+        apply, params = mf.fully_shard(dropped, mesh, place(mesh, "one"), units=["0"])
+        unit = apply._skeleton.get_submodule("0")
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        fast = compiled(grad(lambda params, x: apply(params, x).sum()), counter)
+        x = torch.randn(2, 4)
+
+        def check(graphs: int) -> None:
+            for _ in range(2):
+                torch.manual_seed(5)
+                found = fast(params, x)
+                torch.manual_seed(5)
+                cases.assert_same_buffers(found, grad(lambda params: apply(params, x).sum())(params))
+            assert counter.frame_count == graphs
+
+        apply.eval()
+        check(1)
+        unit.scale = 3.0
+        check(2)
+        unit.mode = "sin"
+        check(3)
+        handle = unit.register_forward_hook(lambda module, args, output: output * 2)
+        check(4)
+        unit.more = torch.relu
+        check(5)
+        unit.more = torch.tanh
+        check(6)
+        del unit.more
+        handle.remove()
+        check(6)
+        unit.mode, unit.scale = None, 2.0
+        check(6)
+        whole = compiled(apply, "aot_eager")
+        for training in (False, True, False, True):
+            apply.train(training)
+            assert bool((whole(params, torch.ones(64, 4)) == 0).any()) is training
 
     on_each((1,), program)
 

@@ -244,3 +244,17 @@ def test_a_room_keeps_to_its_module(room: str) -> None:
         if (match := PRIVATE.search(line)) and match.group() != "import _pytree"
     ]
     assert found == []
+
+
+class Told(units.Guarded):
+    number = 1
+
+
+def test_guards_of_ones_own() -> None:
+    units.guard_on_facts(Told, lambda told: told.number)
+    told, counter = Told(), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    double = torch.compile(lambda x: x if told is None else x * 2, fullgraph=True, backend=counter)
+    for number, graphs in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        told.number = number
+        double(torch.ones(2))
+        assert counter.frame_count == graphs

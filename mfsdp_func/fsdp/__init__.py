@@ -77,7 +77,10 @@ def fully_shard(
     ranks run the same units in the same order.
 
     `apply` also works inside ``torch.compile(fullgraph=True)``, alone or in a whole training step. Dynamo then sees one
-    call; arguments are tensors and constants in tuples, lists and dicts.
+    call; arguments are tensors and constants in tuples, lists and dicts. Training flags, the numbers of hooks, and
+    attributes that are numbers, strings, functions and the like are guarded: after a change the region is compiled anew.
+    What containers, closures and other objects hold stays as it was when the region was compiled. Draws from Python's and
+    NumPy's generators are refused there.
 
     Args:
         module: any module, on the meta device too; it is not changed, and may be dropped. All ranks must have the same

@@ -1,7 +1,8 @@
 """`apply` inside a compiled region: one call that Dynamo does not look into, and what it must know of the results.
 
 Dynamo keeps the call as a node; AOTAutograd then traces through it, so that the compiled code holds every unit's
-gather, computation and reduction, and in the backward pass gathers again. Dynamo guards on strings and tensors alone.
+gather, computation and reduction, and in the backward pass gathers again. Dynamo guards on strings and tensors, and on
+what `PlainState` tells of the modules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils import _pytree as pytree
 
+from mfsdp_func.fsdp.guards import PlainState
+from mfsdp_func.fsdp.replay import nothing_drawn
 from mfsdp_func.operations.dbuffer import DBuffer
 from mfsdp_func.values.buffer_spec import BufferSpec
 
@@ -31,6 +34,7 @@ def register(key: str, module: object) -> None:
 def call_in_graph(
     method: str,
     key: str,
+    state: PlainState,
     buffers: Sequence[torch.Tensor],
     frozen: Mapping[str, DBuffer],
     trees: Sequence[Mapping[str, DBuffer]],
@@ -42,12 +46,15 @@ def call_in_graph(
     Args:
         method: name of the method that runs eagerly.
         key: of the module.
+        state: of the module; Dynamo guards on what is asked about.
         buffers: the module's own buffers, as inputs of the graph.
         frozen: the module's frozen parameters, likewise.
         trees: the arguments that are dicts of `DBuffer`s.
         args: other arguments: tensors and constants, in tuples, lists and dicts.
         kwargs: likewise.
     """
+    if state is None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError("apply in a compiled region: nothing tells the module's state")
     given = [frozen, *trees]
     names = tuple([tuple(tree) for tree in given])
     specs = tuple([tuple([buffer.spec.key for buffer in tree.values()]) for tree in given])
@@ -106,7 +113,7 @@ def _in_graph(
         {n: DBuffer(BufferSpec.from_key(s), t) for n, s, t in zip(*tree, strict=True)}
         for tree in zip(names, specs, locals_, strict=True)
     ]
-    with module.traced(buffers, frozen):
+    with module.traced(buffers, frozen), nothing_drawn("the module"):
         result = getattr(module, method)(*trees, *args, **kwargs)
     leaves, structure = pytree.tree_flatten(result)
     if wrong := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]:

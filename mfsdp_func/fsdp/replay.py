@@ -38,6 +38,22 @@ def are_same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and (of_numpy[0] == of_numpy[1] or one[1] is None)
 
 
+@contextmanager
+def nothing_drawn(what: str) -> Generator[None, None, None]:
+    """Refuse draws that a trace would take for constants; torch's own are traced.
+
+    Raises:
+        RuntimeError: naming `what`, if it draws from Python's or NumPy's generator.
+    """
+    before = random_states()
+    yield
+    if not are_same_states(before, random_states()):
+        raise RuntimeError(
+            f"apply in a compiled region: {what} draws from Python's or NumPy's generator, and the number would be the"
+            " same in every call; draw with torch, pass the number as an argument, or call apply eagerly"
+        )
+
+
 @dataclass(frozen=True)
 class Ambient:
     """What a computation depends on besides its arguments.

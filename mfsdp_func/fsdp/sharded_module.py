@@ -17,6 +17,7 @@ from mfsdp_func.fsdp.absent import AbsentParameter
 from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.compiled import call_in_graph, register
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
+from mfsdp_func.fsdp.guards import PlainState
 from mfsdp_func.fsdp.interop import from_dtensors, to_dtensors
 from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup
 from mfsdp_func.fsdp.passes import Params, Pass, cast_floats, pass_of_backward
@@ -93,6 +94,7 @@ class ShardedModule:
         """Take a module as one's own, with an identity of one's own."""
         self._skeleton = skeleton
         self._key = uuid.uuid4().hex
+        self._state = PlainState(skeleton)
         self._buffer_places: list[tuple[dict[str, Any], str]] = [
             (sub._buffers, leaf) for sub in skeleton.modules() for leaf, b in sub._buffers.items() if b is not None
         ]
@@ -291,7 +293,7 @@ class ShardedModule:
         self, method: str, trees: Sequence[Params], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         buffers = [owner[leaf] for owner, leaf in self._buffer_places]
-        return call_in_graph(method, self._key, buffers, self.frozen_params, trees, args, kwargs)
+        return call_in_graph(method, self._key, self._state, buffers, self.frozen_params, trees, args, kwargs)
 
     @contextmanager
     def traced(self, buffers: Sequence[torch.Tensor], frozen: Params) -> Generator[None, None, None]:

@@ -17,11 +17,13 @@ other rooms need of the kind is in `mfsdp_func.effects.torch_internals`.
 - A subclass without its own ``__torch_function__``: ``torch._C.DisableTorchFunctionSubclass``; the subclass itself:
   ``Tensor._make_subclass``. Test: `test_an_absent_parameter_never_reads_as_numbers` of ``tests/test_fsdp_once.py``.
 - Tensors without values: ``torch._subclasses.fake_tensor.FakeTensor``. Test: `test_fake_tensors`.
+- A guard of compiled code by a function of one's own (tried on 2.13 alone): ``torch._opaque_base.OpaqueBase``,
+  ``torch._library.opaque_object.register_opaque_type``. Test: `test_guards_of_ones_own`.
 - Modules that are compiled: ``torch._dynamo.eval_frame.OptimizedModule``, ``Module._compiled_call_impl``. Test:
   `test_what_cannot_be_copied_is_refused_by_name` of ``tests/test_fsdp_once.py``.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -29,6 +31,8 @@ import torch
 from torch import nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase as Guarded
 from torch._subclasses.fake_tensor import FakeTensor
 
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,3 +124,8 @@ def torch_functions_of_subclasses_off() -> AbstractContextManager[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is one that `torch.compile` made, or `Module.compile` changed."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def guard_on_facts(kind: type[Guarded], facts: Callable[[Any], Any]) -> None:
+    """Let compiled code that meets an object of a kind compare ``facts(object)`` at every call: another is compiled anew."""
+    register_opaque_type(kind, typ="reference", guard_fn=facts)

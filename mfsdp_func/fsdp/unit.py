@@ -18,7 +18,7 @@ from mfsdp_func.fsdp.draws import DrawsRefused
 from mfsdp_func.fsdp.graph import UnitGraph
 from mfsdp_func.fsdp.operators import unit_boundary
 from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup, with_gradient_to
-from mfsdp_func.fsdp.replay import Ambient, are_same_states, is_traced, random_states
+from mfsdp_func.fsdp.replay import Ambient, is_traced, nothing_drawn
 from mfsdp_func.fsdp.torch_internals import keeps_graph, version_of
 from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
@@ -121,23 +121,20 @@ class UnitCall:
         """The unit's outputs where nothing is differentiated."""
         parts = self.split(tensors)
         full = [_counted(params) for params in self._params(self._unshard_in_order(parts))]
+        if is_traced(tensors):
+            with nothing_drawn(f"unit {self.label!r}"):
+                return self.run(full, list(parts.inputs))
         outputs = self.run(full, list(parts.inputs))
-        if not is_traced(tensors):
-            self._check_unwritten(full)
+        self._check_unwritten(full)
         return outputs
 
     def forward_keeping(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """The unit's outputs; its graph stays here."""
         parts, traced = self.split(tensors), is_traced(tensors)
         ambient = Ambient.current(tensors)
-        before = random_states() if traced else None
-        graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
+        with nothing_drawn(f"unit {self.label!r}") if traced else nullcontext():
+            graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
         graph.empty()
-        if before is not None and not are_same_states(before, random_states()):
-            raise RuntimeError(
-                f"apply in a compiled region: unit {self.label!r} draws from Python's or NumPy's generator, and the number"
-                " would be the same in every call; draw with torch, pass the number as an argument, or call apply eagerly"
-            )
         floats = tuple(map(is_differentiable, outputs))
         sums = tuple(map(_fingerprint, outputs)) if self.recompute and not traced else ()
         self.learned = Learned(ambient, floats, graph.carries, sums)
