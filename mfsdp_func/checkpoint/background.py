@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, together
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
-from mfsdp_func.checkpoint.names import Entry
 from mfsdp_func.checkpoint.publishing import Job, await_records, publish
 from mfsdp_func.checkpoint.saving import Progress, plan, report_failure, write
 from mfsdp_func.checkpoint.staging import Staging

@@ -11,10 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, share, together
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.hf import _WORDS, INDEX, Kind
 from mfsdp_func.checkpoint.manifest import sync_folder, write_file
-from mfsdp_func.checkpoint.names import Entry, check_names, entries_of, leaves_of
+from mfsdp_func.checkpoint.names import check_names, entries_of, leaves_of
 from mfsdp_func.checkpoint.saving import Progress
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.checkpoint.staging import Staging

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.checkpoint.boxes import Box
 from mfsdp_func.checkpoint.consensus import all_ranks, together
 from mfsdp_func.checkpoint.dcp import Wanted, read_into, read_metadata
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.manifest import Manifest, read_manifest
 from mfsdp_func.checkpoint.matching import Found, Only, Options, Readable, Rename, chooser_of, match, refuse_surplus
-from mfsdp_func.checkpoint.names import Entry, check_names, entries_of, leaves_of
+from mfsdp_func.checkpoint.names import check_names, entries_of, leaves_of
 from mfsdp_func.checkpoint.saving import Progress
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.effects.here import carrier_of

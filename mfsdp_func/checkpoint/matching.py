@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from mfsdp_func.checkpoint.boxes import find_fault
 from mfsdp_func.checkpoint.consensus import share
 from mfsdp_func.checkpoint.dcp import Wanted, box_of
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError, listed
 from mfsdp_func.checkpoint.manifest import Manifest
-from mfsdp_func.checkpoint.names import Entry
 from mfsdp_func.checkpoint.saving import Progress, per_rank
 from mfsdp_func.values.mesh import Mesh
 

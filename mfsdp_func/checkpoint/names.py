@@ -6,15 +6,16 @@ of a group and the index of a tensor are no part of it, since other layouts grou
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.checkpoint.boxes import Box, boxes_of, split_boxes
+from mfsdp_func.checkpoint.boxes import Box
+from mfsdp_func.checkpoint.entry import Entry, GroupNames
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.parts import counts_as, flat_of, is_writer, owner_coordinate, part_of
 from mfsdp_func.checkpoint.paths import join_path, parents_of, word_of
@@ -28,87 +29,13 @@ from mfsdp_func.values.placement import Partial, Replicate
 from mfsdp_func.values.ranges import Range
 
 
-class GroupNames(NamedTuple):
-    """The parameters of one buffer.
-
-    Attributes:
-        names: tensor index -> parameter.
-        shapes: their logical shapes; empty where the layout's are all that is known.
-        ties: parameter -> its further names.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...] = ()
-    ties: Mapping[str, tuple[str, ...]] = {}
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One named value, and what this rank has of it.
-
-    Attributes:
-        name: in the file.
-        leaf: position of the value among the leaves of the state.
-        value: the tensor with this rank's elements (flat for a part), or the plain value itself.
-        shape: the logical shape; None for a plain value.
-        part: which elements this rank has, in row-major order; None where `box` says it.
-        box: what this rank has of a tensor cut along its dims.
-        writes: whether this rank writes its elements; False on all replicas but one.
-        shared: whether all ranks are expected to hold the value alike.
-        loose: whether `shape` is a layout's, which may write a parameter's shape otherwise.
-        aliases: further names.
-        index: of the tensor in its buffer; -1 where it is in none.
-    """
-
-    name: str
-    leaf: int
-    value: Any
-    shape: torch.Size | None
-    part: Range | None = None
-    box: Box | None = None
-    writes: bool = True
-    shared: bool = False
-    loose: bool = False
-    aliases: tuple[str, ...] = ()
-    index: int = -1
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether there is a tensor, not a plain value."""
-        return self.shape is not None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self.value.dtype
-
-    def pieces(self, shape: torch.Size | None = None, most: int | None = None) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes of this rank's elements, with views of them.
-
-        Args:
-            shape: of the tensor in the file; by default its own.
-            most: number of elements that a box may have.
-        """
-        whole = shape if shape is not None else self.shape or torch.Size(())
-        if not whole.numel():
-            return [(Box((0,) * len(whole), tuple(whole)), self.value.reshape(whole))]
-        if self.box is None:
-            part = self.part or Range(0, 0)
-            boxes, start, flat = boxes_of(whole, part), part.start, self.value.view(-1)
-        else:
-            boxes, start, flat = [(self.box, Range(0, self.box.numel))], 0, self.value.reshape(-1)
-            boxes = boxes if self.box.numel else []
-        if most is not None:
-            boxes = split_boxes(boxes, most)
-        return [(box, flat[r.start - start : r.end - start].view(box.sizes)) for box, r in boxes]
-
-
 def entries_of(state: Any, names: Any, mesh: Mesh) -> list[Entry]:
     """Everything in a state by name.
 
     Args:
         state: a pytree of `DBuffer`s, `Shards`, DTensors, tensors and plain values. A tensor under the key
-            ``(group, index)`` is this rank's part of a tensor of the buffers that the state has of that group.
+            ``(group, index)`` is this rank's part of a tensor of the buffers that the state has of that group; one under
+            ``(group, index, number)`` is whole, and lies on its owner alone (in each replica of the buffer).
         names: see `group_names`.
         mesh: all ranks that save or load.
 
@@ -129,7 +56,7 @@ def entries_of(state: Any, names: Any, mesh: Mesh) -> list[Entry]:
             _, group, rest = _split_group(path, groups, value)
             made = list(_buffer_entries(value, group, rest, leaf))
         elif isinstance(value, Shards):
-            made = list(_shards_entries(value, path, leaf))
+            made = list((_owned_entries if value.owned else _shards_entries)(value, path, leaf))
         else:
             part = _part_entry(path, value, leaf, groups, specs)
             made = [part or _plain_entry(path, value, leaf, mesh)]
@@ -248,16 +175,6 @@ def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[
             if key not in shards.tensors:
                 continue
             name = shards.name_of(group, i)
-            if shards.owned:
-                if mesh.coordinate() != owner_coordinate(owners, i):
-                    raise CheckpointError(f"{name!r} is said to lie whole on its owner, but this rank does not own it")
-                writes = is_writer(mesh, owners.placements, i)
-                for inner, tensor in _inner_leaves(shards.tensors[key]):
-                    whole = Range(0, tensor.numel())
-                    yield Entry(
-                        join_path([*path, *inner], name), leaf, flat_of(tensor), tensor.shape, whole, writes=writes
-                    )
-                continue
             writes = is_writer(mesh, owners.placements, i) and counts_as(part, shape, mesh, owners.placements)
             for inner, tensor in _inner_leaves(shards.tensors[key]):
                 full = join_path([*path, *inner], name)
@@ -267,6 +184,25 @@ def _shards_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[
                         f" {tuple(shape)}; a tensor that its owner alone holds goes in with Shards(..., owned=True)"
                     )
                 yield Entry(full, leaf, flat_of(tensor), shape, part, writes=writes, loose=True)
+
+
+def _owned_entries(shards: Shards, path: Sequence[Any], leaf: int) -> Iterator[Entry]:
+    for key, value in shards.tensors.items():
+        group, i, *number = shards.split(key)
+        owners, name = shards.groups()[group], shards.name_of(group, i)
+        if not number and owners.mesh.coordinate() != owner_coordinate(owners, i):
+            raise CheckpointError(f"{name!r} is said to lie whole on its owner, but this rank does not own it")
+        writes = is_writer(owners.mesh, owners.placements, i)
+        for inner, tensor in _inner_leaves(value):
+            yield _whole_entry(join_path([*path, *_words(number), *inner], name), leaf, tensor, writes)
+
+
+def _whole_entry(name: str, leaf: int, tensor: torch.Tensor, writes: bool) -> Entry:
+    return Entry(name, leaf, flat_of(tensor), tensor.shape, Range(0, tensor.numel()), writes=writes)
+
+
+def _words(numbers: Sequence[int]) -> list[Any]:
+    return [pytree.GetAttrKey(str(number)) for number in numbers]
 
 
 def _inner_leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -285,9 +221,12 @@ def _part_entry(
     """The entry of a tensor that goes by ``(group, index)``, as optimizers keep parts; None where no buffer says where."""
     for at, step in enumerate(path):
         key = step.key if isinstance(step, pytree.MappingKey) else None
-        if not (isinstance(value, torch.Tensor) and isinstance(key, tuple) and len(key) == 2 and key[0] in specs):
+        if not (isinstance(value, torch.Tensor) and isinstance(key, tuple) and len(key) in (2, 3) and key[0] in specs):
             continue
-        group, i = groups[key[0]], key[1]
+        group, i, number = groups[key[0]], key[1], key[2:]
+        if number:
+            spec, rest = specs[key[0]][0], [*path[:at], *path[at + 1 :], *_words(number)]
+            return _whole_entry(join_path(rest, group.names[i]), leaf, value, is_writer(spec.mesh, spec.placements, i))
         fitting = [spec for spec in specs[key[0]] if local_part(spec, i).numel == value.numel()]
         name = join_path([*path[:at], *path[at + 1 :]], group.names[i])
         if not fitting:

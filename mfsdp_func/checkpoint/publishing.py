@@ -13,9 +13,9 @@ import torch
 from mfsdp_func.checkpoint import manifest as manifests
 from mfsdp_func.checkpoint.boxes import find_fault
 from mfsdp_func.checkpoint.dcp import METADATA, Stored, make_metadata
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError, listed
 from mfsdp_func.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_file
-from mfsdp_func.checkpoint.names import Entry
 from mfsdp_func.values.mesh import Mesh
 
 PARTIAL_SUFFIX = ".partial"

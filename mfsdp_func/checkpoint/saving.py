@@ -19,9 +19,10 @@ import torch
 
 from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, share, together
 from mfsdp_func.checkpoint.dcp import Stored
+from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.manifest import FileRecord, HashingFile, write_file
-from mfsdp_func.checkpoint.names import Entry, check_names, entries_of
+from mfsdp_func.checkpoint.names import check_names, entries_of
 from mfsdp_func.checkpoint.publishing import PARTIAL_SUFFIX, Job, leaders_of, publish
 from mfsdp_func.checkpoint.staging import Staging
 from mfsdp_func.values.mesh import Mesh, MeshLike

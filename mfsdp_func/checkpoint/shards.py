@@ -22,7 +22,8 @@ class Shards:
             holds no element of may be left out. Values may be pytrees of tensors, whose paths become fields.
         owner_layout: mesh, layout and placements; of several groups, a mapping of them by name.
         names: the parameter of each tensor: a sequence, or a mapping by index; of several groups, a mapping of those.
-        owned: every tensor is whole, of any shape, and lies on its owner alone (preconditioners).
+        owned: every tensor is whole, of any shape, and lies on its owner alone (preconditioners). Keys may have one part
+            more: the number of a piece of the tensor, which may have another owner.
 
     Raises:
         CheckpointError: without names, or with too few.
@@ -30,8 +31,8 @@ class Shards:
     >>> import torch
     >>> from mfsdp_func import Mesh, build_for_row_atomic
     >>> owners = GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 2)], 1), {0: 0})
-    >>> Shards({0: torch.zeros(2, 2)}, owners, ["wq.weight"]).named()
-    [('wq.weight', None, 0)]
+    >>> Shards({0: torch.zeros(2, 2)}, owners, ["wq.weight"]).name_of(None, 0)
+    'wq.weight'
     """
 
     tensors: Mapping[Any, Any]
@@ -59,13 +60,15 @@ class Shards:
             return {None: self.owner_layout}
         return dict(self.owner_layout)
 
-    def split(self, key: Hashable) -> tuple[Any, int]:
-        """The group and the index that a key of `tensors` means."""
-        if isinstance(self.owner_layout, GroupOwnerLayout):
-            return None, key  # pyright: ignore[reportReturnType]
-        if not isinstance(key, tuple) or len(key) != 2:
-            raise CheckpointError(f"Shards: key {key!r} is no pair (group, index), as shards of several groups have")
-        return key  # pyright: ignore[reportReturnType]
+    def split(self, key: Hashable) -> tuple[Any, ...]:
+        """The group and the index that a key of `tensors` means; of a piece that an owner holds, its number, too."""
+        single = isinstance(self.owner_layout, GroupOwnerLayout)
+        found: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+        found = (None, *found) if single else found
+        if len(found) not in ((2, 3) if self.owned else (2,)):
+            expected = "an index" if single else "a pair (group, index), as shards of several groups have"
+            raise CheckpointError(f"Shards: key {key!r} is not {expected}")
+        return found
 
     def key(self, group: Any, index: int) -> Hashable:
         """The inverse of `split`."""
@@ -83,10 +86,6 @@ class Shards:
             return given[index]
         except (KeyError, IndexError):
             raise CheckpointError(f"Shards: tensor {index} of group {group!r} has no name; give it one") from None
-
-    def named(self) -> list[tuple[str, Any, int]]:
-        """Name, group and index of the tensors that this rank gave."""
-        return [(self.name_of(*self.split(key)), *self.split(key)) for key in self.tensors]
 
 
 def _flatten(shards: Shards) -> tuple[list[Any], tuple[Any, ...]]:

@@ -1,36 +1,26 @@
 """Gradients of several micro-batches, and one update of their mean."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.optim.facts import NOWHERE, Count, Needs, Where
+from mfsdp_func.optim.host_count import HostCount
 from mfsdp_func.optim.transformation import GradientTransformation, device_of, refuse_count, run_part, unchanged
 
 
-@dataclass(frozen=True)
-class AccumulateState:
-    """State of `accumulate`: a pytree of a Python int, `mini_step`, and the last three fields."""
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
 
-    counter: torch.Tensor
-    """Holds no element; its first dim is 2 more than `mini_step`.
-
-    The host knows it, and one compiled graph serves all sizes: a Python int would be compiled once per value.
-    """
+    mini_step: HostCount
+    """Number of micro-batches since the last update; the host knows it."""
     gradients: Any
     """Of the micro-batches since the last update, each divided by their number in an update: like the parameters."""
     count: torch.Tensor
     """What these updates got as ``count=`` on this rank: 0-D, float64."""
     inner_state: Any
     """As the last update left it."""
-
-    @property
-    def mini_step(self) -> int:
-        """Number of micro-batches since the last update."""
-        return self.counter.shape[0] - 2
 
 
 def accumulate(inner: GradientTransformation[Any], every: int) -> GradientTransformation[AccumulateState]:
@@ -52,7 +42,7 @@ def accumulate(inner: GradientTransformation[Any], every: int) -> GradientTransf
     >>> state = optimizer.init(params)
     >>> for value in (1.0, 3.0):
     ...     updates, state = optimizer.update({"w": torch.tensor([value])}, state, params)
-    ...     print(updates["w"].item(), state.mini_step)
+    ...     print(updates["w"].item(), state.mini_step.value)
     -0.0 1
     -2.0 0
     """
@@ -64,7 +54,7 @@ def accumulate(inner: GradientTransformation[Any], every: int) -> GradientTransf
     def init(params: Any) -> AccumulateState:
         zeros = pytree.tree_map(torch.zeros_like, params)
         count = torch.zeros((), dtype=torch.float64, device=device_of(params))
-        return AccumulateState(_counter(0), zeros, count, inner.init(params))
+        return AccumulateState(HostCount.of(0), zeros, count, inner.init(params))
 
     def update(
         grads: Any, state: AccumulateState, params: Any, *, count: Count | None = None, where: Where = NOWHERE
@@ -72,44 +62,11 @@ def accumulate(inner: GradientTransformation[Any], every: int) -> GradientTransf
         refuse_count("accumulate", needs, count)
         total = state.count if count is None else state.count + count
         mean = pytree.tree_map(lambda old, grad: old + (grad / every).to(old.dtype), state.gradients, grads)
-        if state.counter.shape[0] == every + 1:
+        if state.mini_step.value == every - 1:
             given = total if asks and count is not None else None
             updates, new = run_part(inner, mean, state.inner_state, params, None, given, where)
             zeros = pytree.tree_map(torch.zeros_like, mean)
-            return updates, AccumulateState(_counter(0), zeros, torch.zeros_like(total), new)
-        counter = torch.empty((state.counter.shape[0] + 1, 0))
-        return unchanged(params), AccumulateState(counter, mean, total, state.inner_state)
+            return updates, AccumulateState(HostCount.of(0), zeros, torch.zeros_like(total), new)
+        return unchanged(params), AccumulateState(state.mini_step.next(), mean, total, state.inner_state)
 
     return GradientTransformation(init, update, inner.whole, needs)
-
-
-def _counter(mini_step: int) -> torch.Tensor:
-    counter = torch.empty((mini_step + 2, 0))
-    if not torch.compiler.is_compiling():
-        torch._dynamo.maybe_mark_dynamic(counter, 0)
-    return counter
-
-
-def _flatten(state: AccumulateState) -> tuple[list[Any], None]:
-    return [state.mini_step, state.gradients, state.count, state.inner_state], None
-
-
-def _flatten_with_keys(state: AccumulateState) -> tuple[list[tuple[Any, Any]], None]:
-    names = ("mini_step", "gradients", "count", "inner_state")
-    return [(pytree.GetAttrKey(name), value) for name, value in zip(names, _flatten(state)[0], strict=True)], None
-
-
-def _unflatten(children: Sequence[Any], context: None) -> AccumulateState:
-    mini_step, gradients, count, inner_state = children
-    # Transforms put placeholders of all kinds here.
-    counter: Any = _counter(mini_step) if isinstance(mini_step, int) else mini_step
-    return AccumulateState(counter, gradients, count, inner_state)
-
-
-pytree.register_pytree_node(
-    AccumulateState,
-    _flatten,  # pyright: ignore[reportArgumentType]
-    _unflatten,  # pyright: ignore[reportArgumentType]
-    serialized_type_name="mfsdp_func.AccumulateState",
-    flatten_with_keys_fn=_flatten_with_keys,
-)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from mfsdp_func.optim.block_layout import BlockLayout, block_layout, owners_of_blocks
-from mfsdp_func.optim.block_split import Cut, Leaf, Tree, block_tree
+from mfsdp_func.optim.block_split import Cut, Leaf, Tree, block_tree, part_of_piece, row_numel
 from mfsdp_func.optim.blocks import Blocks
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 from mfsdp_func.values.placement import shard_axes
-from mfsdp_func.values.ranges import intersect_ranges
+from mfsdp_func.values.ranges import Range, intersect_ranges
 
 ONE_MATRIX = "m ... -> m (...)"
 """A tensor as one matrix: dim 0 against all others."""
@@ -57,16 +57,24 @@ class Part(NamedTuple):
         return flat.reshape(self.shape if self.numel == math.prod(self.shape) else (self.numel,))
 
 
+class OwnedPiece(NamedTuple):
+    """A tensor of the finer layout that this rank owns: how its matrices are taken out of it, and what it is a piece of."""
+
+    tree: Tree
+    tensor: int
+    number: int
+
+
 class GroupFacts(NamedTuple):
-    """Owners of the blocks of one group; the parts of each shard, by index; the trees of the blocks that this rank owns."""
+    """Owners of the blocks of one group; the parts of each shard, by index; what this rank owns, by finer index."""
 
     owners: GroupOwnerLayout
     parts: dict[int, tuple[Part, ...]]
-    trees: dict[int, Tree]
+    owned: dict[int, OwnedPiece]
 
 
 def group_facts(
-    owners: GroupOwnerLayout, specs: dict[int, Spec], finer: BlockLayout | None, default: Spec
+    owners: GroupOwnerLayout, specs: dict[int, Spec], finer: BlockLayout | None, default: Spec, local: bool = False
 ) -> GroupFacts:
     """The facts of this rank.
 
@@ -75,18 +83,20 @@ def group_facts(
         specs: of some tensors that take part; their blocks get owners of their own.
         finer: the finer layout.
         default: the spec of all other tensors, which are not cut.
+        local: whether each part stands for itself, as a tensor whose blocks are what this rank holds of the blocks.
 
     Raises:
-        ValueError: see `mfsdp_func.optim.block_work.BlockWork`.
+        ValueError: see `mfsdp_func.optim.block_work.BlockWork`; with `local`, alike on all ranks, if a rank holds a part
+            of a tensor that cuts inside its first axis.
     """
-    args = owners.key, tuple(sorted(specs.items())), None if finer is None else finer.key, default
+    args = owners.key, tuple(sorted(specs.items())), None if finer is None else finer.key, default, local
     if not torch.compiler.is_compiling():
         return _facts(*args)
-    name, parts, trees, error = _constant(*args)
+    name, parts, owned, error = _constant(*args)
     if error:
         raise ValueError(error)
     rebuilt = {i: tuple([_part(fields) for fields in some]) for i, some in parts}
-    return GroupFacts(getattr(_OWNERS, name), rebuilt, {j: _tree(tree) for j, tree in trees})
+    return GroupFacts(getattr(_OWNERS, name), rebuilt, {j: OwnedPiece(_tree(tree), i, n) for j, (tree, i, n) in owned})
 
 
 def whole_part(key: Any, spec: Spec, shape: tuple[int, ...], is_default: bool) -> Part:
@@ -113,7 +123,9 @@ _OWNERS = SimpleNamespace()
 
 
 @lru_cache(maxsize=1024)
-def _facts(key: str, specs: tuple[tuple[int, Spec], ...], finer_key: str | None, default: Spec) -> GroupFacts:
+def _facts(
+    key: str, specs: tuple[tuple[int, Spec], ...], finer_key: str | None, default: Spec, local: bool
+) -> GroupFacts:
     given = GroupOwnerLayout.from_key(key)
     named = {i: Blocks(*spec) for i, spec in specs}
     if finer_key is not None:
@@ -127,7 +139,11 @@ def _facts(key: str, specs: tuple[tuple[int, Spec], ...], finer_key: str | None,
         for i, spec in named.items():
             block_tree(spec, given.layout.tensor_shapes[i])
         finer, owners = block_layout(given.layout, named), owners_of_blocks(given, named)
-    return GroupFacts(owners, _parts(finer, owners, default), _owned_trees(finer, owners, default))
+    parts = _parts(finer, owners, default)
+    if local:
+        _check_cuts(finer, owners, default)
+        parts = {i: tuple([_local(finer, i, part, default) for part in some]) for i, some in parts.items()}
+    return GroupFacts(owners, parts, _owned(finer, owners, default))
 
 
 def _taking_part(finer: BlockLayout, owners: GroupOwnerLayout) -> list[int]:
@@ -170,13 +186,40 @@ def _parts(finer: BlockLayout, owners: GroupOwnerLayout, default: Spec) -> dict[
     return found
 
 
-def _owned_trees(finer: BlockLayout, owners: GroupOwnerLayout, default: Spec) -> dict[int, Tree]:
+def _spec_of(finer: BlockLayout, i: int, j: int, default: Spec) -> tuple[Blocks, torch.Size, int]:
+    """Spec and shape of the parameter of which `j` is a piece, and the number of the piece."""
+    specs = dict(finer.blocks)
+    if i in specs:
+        return specs[i], finer.coarse.tensor_shapes[i], j - finer.parts_of(i).start
+    return Blocks(*default), finer.fine.tensor_shapes[j], 0
+
+
+def _local(finer: BlockLayout, i: int, part: Part, default: Spec) -> Part:
+    piece = part_of_piece(*_spec_of(finer, i, part.tensor, default), part.numel)
+    return part._replace(offset=0, shape=tuple(piece.shape), tree=piece.tree)
+
+
+def _check_cuts(finer: BlockLayout, owners: GroupOwnerLayout, default: Spec) -> None:
+    layout, count = finer.fine, owners.mesh.shard_count(shard_axes(owners.placements))
+    of_coarse = {j: i for i in _taking_part(finer, owners) for j in finer.parts_of(i)}
+    for k in range(count):
+        for j, part in layout.tensors_in(Range(layout.get_segment(k, count).start, 1)):
+            if j in of_coarse and part.start % (step := row_numel(*_spec_of(finer, of_coarse[j], j, default))):
+                raise ValueError(
+                    f"muon: period: tensor {of_coarse[j]} of {owners.name!r} is cut between ranks {part.start} elements into"
+                    f" a block of shape {tuple(layout.tensor_shapes[j])}, which is no multiple of {step}, so that a rank's"
+                    " part is no block of its own; cut the buffer by BlockAtomic, or give blocks= that are runs of rows"
+                )
+
+
+def _owned(finer: BlockLayout, owners: GroupOwnerLayout, default: Spec) -> dict[int, OwnedPiece]:
     mesh, axes = owners.mesh, shard_axes(owners.placements)
     me = None if mesh.rank is None else mesh.shard_index(axes, mesh.rank)
     return {
-        j: _tree_of(finer, j, default)
-        for j, owner in owners.tensor_to_owner.items()
-        if me is None or mesh.shard_index(axes, owner) == me
+        j: OwnedPiece(_tree_of(finer, j, default), i, n)
+        for i in _taking_part(finer, owners)
+        for n, j in enumerate(finer.parts_of(i))
+        if me is None or mesh.shard_index(axes, owners.tensor_to_owner[j]) == me
     }
 
 
@@ -193,16 +236,16 @@ def _check_dims(key: object, shape: tuple[int, ...]) -> None:
 
 @torch.compiler.assume_constant_result
 def _constant(
-    key: str, specs: tuple[tuple[int, Spec], ...], finer_key: str | None, default: Spec
+    key: str, specs: tuple[tuple[int, Spec], ...], finer_key: str | None, default: Spec, local: bool
 ) -> tuple[str, Any, Any, str]:
     try:
-        facts = _facts(key, specs, finer_key, default)
+        facts = _facts(key, specs, finer_key, default, local)
     except ValueError as error:
         return "", (), (), str(error)
     name = f"owners_{abs(hash(facts.owners.key))}"
     setattr(_OWNERS, name, facts.owners)
     parts = tuple((i, tuple((*part[:-1], _plain(part.tree)) for part in some)) for i, some in facts.parts.items())
-    return name, parts, tuple((j, _plain(tree)) for j, tree in facts.trees.items()), ""
+    return name, parts, tuple((j, (_plain(one.tree), *one[1:])) for j, one in facts.owned.items()), ""
 
 
 @torch.compiler.assume_constant_result

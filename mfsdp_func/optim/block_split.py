@@ -36,6 +36,8 @@ class Cut(NamedTuple):
 Tree: TypeAlias = Leaf | Cut
 """How a tensor is split: as a value."""
 
+_Kinds: TypeAlias = list[tuple[int, Pattern]]
+
 
 class Piece(NamedTuple):
     """A part of a parameter that lies in one run of memory and holds whole blocks.
@@ -49,6 +51,14 @@ class Piece(NamedTuple):
     offset: int
     shape: torch.Size
     tree: Tree
+
+
+class _Run(NamedTuple):
+    """A `Piece` before its tree is built: what its dims consist of, and its kinds of blocks."""
+
+    offset: int
+    dims: tuple[Product, ...]
+    kinds: _Kinds
 
 
 def split_blocks(tensor: torch.Tensor, spec: Blocks) -> tuple[torch.Tensor, ...]:
@@ -150,13 +160,48 @@ def _whole_tree(spec: Blocks, shape: tuple[int, ...]) -> Tree:
 @lru_cache(maxsize=4096)
 def _pieces(spec: Blocks, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     resolved = resolve(spec, shape)
+    return tuple(_piece(resolved, run) for run in _runs(spec, shape))
+
+
+def row_numel(spec: Blocks, shape: Sequence[int], number: int) -> int:
+    """Elements of a piece for one step along its first axis: where it may be cut, so that blocks of their own remain."""
+    resolved, run = resolve(spec, shape), _runs(spec, tuple(shape))[number]
+    return _numel(resolved, [run.dims[0][1:], *run.dims[1:]])
+
+
+def part_of_piece(spec: Blocks, shape: Sequence[int], number: int, numel: int) -> Piece:
+    """A part of a piece as a parameter of its own: its blocks are what the part has of those of the piece.
+
+    Args:
+        spec: of the parameter.
+        shape: of the parameter.
+        number: of the piece.
+        numel: elements of the part, which starts and ends at a multiple of `row_numel`.
+
+    >>> from mfsdp_func.optim.blocks import blocks
+    >>> part = part_of_piece(blocks("m (q + k) -> m q | m k", q=2), (8, 5), 0, 15)
+    >>> tuple(part.shape), matrices(part.tree)
+    ((3, 5), ((1, (3, 2)), (1, (3, 3))))
+    """
+    resolved, run = resolve(spec, shape), _runs(spec, tuple(shape))[number]
+    head, sizes = run.dims[0][0], dict(resolved.sizes)
+    if isinstance(head, Axis):
+        sizes[head.name] = numel // row_numel(spec, shape, number)
+    return _piece(resolved._replace(sizes=sizes), run)
+
+
+@lru_cache(maxsize=4096)
+def _runs(spec: Blocks, shape: tuple[int, ...]) -> tuple[_Run, ...]:
+    resolved = resolve(spec, shape)
     return tuple(_peel(resolved, resolved.left, list(enumerate(resolved.patterns)), 0))
 
 
-_Kinds: TypeAlias = list[tuple[int, Pattern]]
+def _piece(resolved: Resolved, run: _Run) -> Piece:
+    shape = torch.Size(resolved.size(dim) for dim in run.dims)
+    return Piece(run.offset, shape, _build(resolved, run.dims, run.kinds))
 
 
-def _peel(resolved: Resolved, dims: Sequence[Product], kinds: _Kinds, offset: int) -> Iterator[Piece]:
+def _peel(resolved: Resolved, dims: Sequence[Product], kinds: _Kinds, offset: int) -> Iterator[_Run]:
     (first, *rest), head = dims, dims[0][0] if dims[0] else None
     if head is None and len(dims) > 1:
         yield from _peel(resolved, rest, kinds, offset)
@@ -170,10 +215,9 @@ def _peel(resolved: Resolved, dims: Sequence[Product], kinds: _Kinds, offset: in
         left = [(kind, _without(pattern, head.name)) for kind, pattern in kinds]
         found, step = list(_peel(resolved, inner, left, 0)), _numel(resolved, inner)
         for n in range(resolved.sizes[head.name]):
-            yield from (piece._replace(offset=offset + n * step + piece.offset) for piece in found)
+            yield from (run._replace(offset=offset + n * step + run.offset) for run in found)
     else:
-        shape = torch.Size(resolved.size(dim) for dim in dims)
-        yield Piece(offset, shape, _build(resolved, dims, kinds))
+        yield _Run(offset, tuple(dims), kinds)
 
 
 def _numel(resolved: Resolved, dims: Sequence[Product]) -> int:

@@ -12,8 +12,9 @@ from mfsdp_func.optim.block_layout import BlockLayout
 from mfsdp_func.optim.block_split import Tree, join_tree, leaves, split_tree
 from mfsdp_func.optim.blocks import Blocks, as_blocks
 from mfsdp_func.optim.newton_schulz import default_dtype
-from mfsdp_func.optim.orthogonal import Orthogonalize
+from mfsdp_func.optim.orthogonal import Orthogonalize, normalize_rows
 from mfsdp_func.optim.owners import Owners, map_on_owners, owned_shapes
+from mfsdp_func.optim.transformation import device_of
 from mfsdp_func.values.owner_planning import GroupOwnerLayout
 
 AnyBlocks: TypeAlias = "Blocks | str | BlockLayout | Mapping[Any, Blocks | str | BlockLayout] | None"
@@ -63,18 +64,23 @@ class BlockWork:
         owner_layout: of whole tensors, or of the finer layouts that `given` has; None where tensors are whole.
         given: see `AnyBlocks`.
         batch_of_matrices: how tensors of more than two dims are seen that no spec is given for.
+        local: what a rank holds of a block is taken for a block, which it computes itself: nothing moves.
 
     Raises:
         ValueError: if a tensor that takes part has fewer than two dims and no spec, a spec does not fit its tensor, or is
-            given for a tensor that takes no part.
+            given for a tensor that takes no part; or with `local`, a rank's part is no block.
     """
 
-    def __init__(self, owner_layout: Owners | None, given: AnyBlocks, batch_of_matrices: bool) -> None:
+    def __init__(
+        self, owner_layout: Owners | None, given: AnyBlocks, batch_of_matrices: bool, local: bool = False
+    ) -> None:
+        self.local = local
         self.default: Spec = (BATCH_OF_MATRICES if batch_of_matrices else ONE_MATRIX, ())
         self.given = given
         self.owners: Owners | None = None
         self.parts: dict[Any, tuple[Part, ...]] = {}
         self.trees: dict[Any, Tree] = {}
+        self.row_keys: dict[Any, Any] = {}
         if owner_layout is None:
             return
         single = isinstance(owner_layout, GroupOwnerLayout)
@@ -85,11 +91,12 @@ class BlockWork:
         chosen: dict[Any, GroupOwnerLayout] = {}
         for name, owners in groups.items():
             specs, finer = _of_group(given, name, owners)
-            chosen[name], parts, trees = group_facts(owners, specs, finer, self.default)
+            chosen[name], parts, owned = group_facts(owners, specs, finer, self.default, local)
             for i, some in parts.items():
                 self.parts[_key(name, i)] = tuple([part.of(_key(name, part.tensor)) for part in some])
-            for j, tree in trees.items():
+            for j, (tree, i, n) in owned.items():
                 self.trees[_key(name, j)] = tree
+                self.row_keys[_key(name, j)] = (i, n) if name is None else (name, i, n)
         self.owners = chosen[None] if single else chosen
 
     def takes_part(self, key: Any) -> bool:
@@ -120,8 +127,10 @@ class BlockWork:
         *,
         stack: bool,
         dtype: torch.dtype | None = None,
-    ) -> dict[Any, torch.Tensor]:
-        """`function` of every matrix, times the ratio of its shape.
+        row_squares: Mapping[Any, torch.Tensor] | None = None,
+        row_beta: float | torch.Tensor | None = None,
+    ) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
+        """`function` of every matrix, times the ratio of its shape. With `row_squares`, rows are normalised between.
 
         Args:
             function: see `Orthogonalize`.
@@ -129,46 +138,110 @@ class BlockWork:
             ratio: see `AdjustLr`.
             stack: whether equal matrices are handed over side by side.
             dtype: in which shards travel to the owners and back; by default bfloat16 on CUDA, else their own.
+            row_squares: see `first_row_squares`.
+            row_beta: see `normalize_rows`; None leaves rows as they are.
 
         Returns:
-            For each of `tensors`, its result in its shape and dtype.
+            For each of `tensors`, its result in its shape and dtype; and the new `row_squares`.
         """
+        means: dict[Any, torch.Tensor] = {**(row_squares or {})}
+
+        def on_whole(whole: Mapping[Any, torch.Tensor], trees: Mapping[Any, Tree]) -> dict[Any, torch.Tensor]:
+            if row_beta is None:
+                return by_matrices(function, whole, trees, stack)
+
+            def normalized(key: Any, parts: list[torch.Tensor], beta: Any = row_beta) -> list[torch.Tensor]:
+                parts, means[self.row_key(key)] = _rows_normalized(parts, means[self.row_key(key)], beta)
+                return parts
+
+            return by_matrices(function, whole, trees, stack, normalized)
+
         taken = {key: self.parts_of(key, tensor.shape) for key, tensor in tensors.items()}
         apart: dict[Any, torch.Tensor] = {}
+        stays = self.owners is None or self.local
         for key, parts in taken.items():
             tensor = tensors[key]
-            travelling = tensor if self.owners is None else tensor.to(dtype or default_dtype(tensor))
+            travelling = tensor if stays else tensor.to(dtype or default_dtype(tensor))
             for part in parts:
                 apart[part.key] = part.taken_from(travelling)
-        if self.owners is None:
-            trees = {part.key: part.tree for parts in taken.values() for part in parts}
-            results = by_matrices(function, apart, trees, stack)
+        if self.owners is None or self.local:
+            results = on_whole(apart, {part.key: part.tree for parts in taken.values() for part in parts})
         else:
             results, _ = map_on_owners(
-                lambda whole: by_matrices(function, whole, self.trees, stack),
+                lambda whole: on_whole(whole, self.trees),
                 apart,
                 owner_layout=self.owners,
                 dtype=dtype or next(map(default_dtype, tensors.values()), None) or _dtype_without_shards(self.owners),
             )
-        return {key: _together(tensors[key], parts, results, ratio) for key, parts in taken.items()}
+        return {key: _together(tensors[key], parts, results, ratio) for key, parts in taken.items()}, means
+
+    def first_row_squares(self, params: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Zeros: for each tensor of the finer layout that this rank owns, a number per row of all of its matrices.
+
+        See `row_key` for keys.
+        """
+        if self.owners is None:
+            trees = {key: self.parts_of(key, param.shape)[0].tree for key, param in params.items()}
+            device = device_of(params)
+        else:
+            trees, device = self.trees, _device_of(self.owners)
+        dtype = torch.promote_types(next((param.dtype for param in params.values()), torch.float32), torch.float32)
+        rows = {key: sum(leaf.count * leaf.matrix[0] for leaf in leaves(tree)) for key, tree in trees.items()}
+        return {self.row_key(key): torch.zeros(count, dtype=dtype, device=device) for key, count in rows.items()}
+
+    def row_key(self, key: Any) -> Any:
+        """A tensor of the finer layout in `row_squares`: ``(index, number)`` or ``(group, index, number)`` of the parameter.
+
+        `number` counts the pieces of the parameter. Of whole tensors, their own key, or with 0 as the number if it is one
+        of a buffer.
+        """
+        if self.owners is None:
+            return (*key, 0) if isinstance(key, tuple) else key
+        return self.row_keys[key]
 
 
 def _dtype_without_shards(owner_layout: Owners) -> torch.dtype | None:
     """In which dtype shards travel, on a rank that has none; None leaves it to the groups."""
+    return torch.bfloat16 if _device_of(owner_layout).type == "cuda" else None
+
+
+def _device_of(owner_layout: Owners) -> torch.device:
     group = owner_layout if isinstance(owner_layout, GroupOwnerLayout) else next(iter(owner_layout.values()))
-    on_cuda = carrier_of(group.mesh).device(group.mesh).type == "cuda"
-    return torch.bfloat16 if on_cuda else None
+    return carrier_of(group.mesh).device(group.mesh)
 
 
 def by_matrices(
-    function: Orthogonalize, whole: Mapping[Any, torch.Tensor], trees: Mapping[Any, Tree], stack: bool
+    function: Orthogonalize,
+    whole: Mapping[Any, torch.Tensor],
+    trees: Mapping[Any, Tree],
+    stack: bool,
+    then: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> dict[Any, torch.Tensor]:
-    """A function of every matrix of whole tensors: once per shape, on all of that shape side by side, or one by one."""
+    """A function of every matrix of whole tensors: once per shape, on all of that shape side by side, or one by one.
+
+    `then` gets the key and the results of each tensor, by kind of block.
+    """
     split = {key: split_tree(tensor, trees[key]) for key, tensor in whole.items()}
     matrices = {(key, n): part for key, parts in split.items() for n, part in enumerate(parts)}
     run = _run_stacked if stack else _run_one_by_one
     results = run(function, matrices)
-    return {key: join_tree([results[key, n] for n in range(len(parts))], trees[key]) for key, parts in split.items()}
+    joined: dict[Any, torch.Tensor] = {}
+    for key, parts in split.items():
+        found = [results[key, n] for n in range(len(parts))]
+        joined[key] = join_tree(found if then is None else then(key, found), trees[key])
+    return joined
+
+
+def _rows_normalized(
+    parts: list[torch.Tensor], second: torch.Tensor, beta: float | torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """`normalize_rows` of each kind of block; `second` is flat, kind after kind."""
+    shapes = [(*part.shape[:-1], 1) for part in parts]
+    olds = second.split([math.prod(shape) for shape in shapes])
+    found = [
+        normalize_rows(part, old.reshape(shape), beta) for part, old, shape in zip(parts, olds, shapes, strict=True)
+    ]
+    return [part for part, _ in found], torch.cat([new.reshape(-1) for _, new in found])
 
 
 def _run_one_by_one(function: Orthogonalize, matrices: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:

@@ -11,6 +11,7 @@ from mfsdp_func.optim.adamw import mixed
 from mfsdp_func.optim.block_work import AdjustLr, AnyBlocks, BlockWork, ratio_fn
 from mfsdp_func.optim.chains import add_decayed_weights, counted_chain, on_tensors, scale_by_learning_rate
 from mfsdp_func.optim.facts import Needs, Where
+from mfsdp_func.optim.host_count import HostCount
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, newton_schulz
 from mfsdp_func.optim.orthogonal import Orthogonalize
 from mfsdp_func.optim.owners import Owners
@@ -24,6 +25,12 @@ class MuonState(NamedTuple):
     """Number of updates so far: 0-D, int64."""
     momentum: dict[Any, torch.Tensor]
     """Running mean of gradients: per tensor (or shard) that takes part, the shape and dtype of the parameter."""
+    row_squares: dict[Any, torch.Tensor] | tuple[()] = ()
+    """With `row_beta`, for each piece of a parameter that this rank owns: running means of the squares in each row of its
+    matrices, 1-D. Keys are ``(index, number of the piece)``, after the name of a group.
+    """
+    since_exchange: HostCount | tuple[()] = ()
+    """With a `period`: number of updates since the last full one, itself included; the host knows it."""
 
 
 def muon(
@@ -42,6 +49,9 @@ def muon(
     blocks: AnyBlocks = None,
     batch_of_matrices: bool = False,
     stack_equal_shapes: bool = True,
+    period: int = 1,
+    local_scale: float | torch.Tensor = 1.0,
+    row_beta: float | torch.Tensor | None = None,
 ) -> GradientTransformation[MuonState]:
     """Momentum, orthogonalised: the numbers of `torch.optim.Muon` (which has ``ns_dtype=torch.bfloat16``).
 
@@ -60,7 +70,8 @@ def muon(
     `fully_shard` returns, serves as parameters and gradients too, if all of its tensors take part (see `partition`).
 
     Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; J. Liu et al., "Muon is
-    Scalable for LLM Training", 2025 ("match_rms_adamw").
+    Scalable for LLM Training", 2025 ("match_rms_adamw"). With a `period`: A. Khaled et al., "MuonBP: Faster Muon via
+    Block-Periodic Orthogonalization", arXiv 2510.16981, 2025. With `row_beta`: NorMuon, see `normalize_rows`.
 
     Args:
         learning_rate: see `LearningRate`.
@@ -84,10 +95,17 @@ def muon(
             last two dims (experts), or (False) as the one matrix ``(shape[0], shape[1:].numel())`` (convolutions).
         stack_equal_shapes: run Newton-Schulz once per shape, on the stacked matrices of an owner, which may change
             rounding; else on one matrix after the other.
+        period: the first of so many updates is as above; in the others every rank orthogonalises what it holds of each
+            block as a matrix of its own (scaled by its own shape), and nothing moves. Shards must then end between rows
+            of blocks. The host counts, alike on all ranks, also updates that `apply_if_finite` skips; a compiled update
+            has two graphs. Whole tensors have no such parts: each update is a full one.
+        local_scale: what these other updates are multiplied with: the ratio of the two step sizes.
+        row_beta: how much owners keep of the running mean of the squares of each row, by the root of which the row is
+            then divided (0.95 is usual); None leaves rows as they are. Not together with a `period`.
 
     Raises:
-        ValueError: on a tensor of less than two dims, an unknown `adjust_lr_fn`, a momentum outside [0, 1], or a
-            negative learning rate or `weight_decay`.
+        ValueError: on a tensor of less than two dims, an unknown `adjust_lr_fn`, a momentum or `row_beta` outside [0, 1],
+            a negative learning rate or `weight_decay`, a `period` below 1, or one that shards do not allow.
         KeyError: in `update`, where the gradient of a tensor is missing.
     """
     usual = partial(newton_schulz, steps=ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype)
@@ -102,6 +120,9 @@ def muon(
             blocks=blocks,
             batch_of_matrices=batch_of_matrices,
             stack_equal_shapes=stack_equal_shapes,
+            period=period,
+            local_scale=local_scale,
+            row_beta=row_beta,
         ),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
@@ -120,6 +141,9 @@ def scale_by_muon(
     blocks: AnyBlocks = None,
     batch_of_matrices: bool = False,
     stack_equal_shapes: bool = True,
+    period: int = 1,
+    local_scale: float | torch.Tensor = 1.0,
+    row_beta: float | torch.Tensor | None = None,
 ) -> GradientTransformation[MuonState]:
     """Replace every gradient by its running mean, orthogonalised and scaled by the shape of the matrix; see `muon`.
 
@@ -136,6 +160,9 @@ def scale_by_muon(
         blocks: see `muon`.
         batch_of_matrices: see `muon`.
         stack_equal_shapes: see `muon`.
+        period: see `muon`.
+        local_scale: see `muon`.
+        row_beta: see `muon`.
 
     Raises:
         ValueError: see `muon`.
@@ -144,13 +171,18 @@ def scale_by_muon(
     ratio = ratio_fn(adjust_lr_fn)
     if not isinstance(momentum, torch.Tensor) and not 0 <= momentum <= 1:
         raise ValueError(f"muon: momentum must lie in [0, 1], got {momentum}")
+    _check_period(period, row_beta)
     work = BlockWork(owner_layout, blocks, batch_of_matrices)
+    periodic = period > 1 and owner_layout is not None
+    local = BlockWork(owner_layout, blocks, batch_of_matrices, local=True) if periodic else work
 
     def init(params: Mapping[Any, torch.Tensor]) -> MuonState:
         own = {i: param for i, param in params.items() if work.takes_part(i)}
         for i, param in own.items():
             work.parts_of(i, param.shape)  # raises on what is no matrix
-        return MuonState(first_step(own), {i: torch.zeros_like(param) for i, param in own.items()})
+        means = {i: torch.zeros_like(param) for i, param in own.items()}
+        rows = () if row_beta is None else work.first_row_squares(own)
+        return MuonState(first_step(own), means, rows, HostCount.of(period) if periodic else ())
 
     def mix(mean: torch.Tensor, grad: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         if bias_correction:
@@ -166,11 +198,40 @@ def scale_by_muon(
         given = {i: grads[i].to(mean.dtype) for i, mean in state.momentum.items()}
         means = {i: mixed(mean, given[i], momentum) for i, mean in state.momentum.items()}
         mixtures = {i: mix(mean, given[i], state.step) for i, mean in means.items()}
-        updates = work.run(orthogonalize, mixtures, ratio, stack=stack_equal_shapes, dtype=ns_dtype)
-        return updates, MuonState(state.step + 1, means)
+        since, rows = state.since_exchange, state.row_squares
+        if isinstance(since, HostCount) and since.value != period:
+            updates, _ = local.run(orthogonalize, mixtures, ratio, stack=stack_equal_shapes)
+            updates = {i: update * local_scale for i, update in updates.items()}
+            return updates, MuonState(state.step + 1, means, rows, since.next())
+        updates, rows = work.run(
+            orthogonalize,
+            mixtures,
+            ratio,
+            stack=stack_equal_shapes,
+            dtype=ns_dtype,
+            row_squares=rows or {},
+            row_beta=row_beta,
+        )
+        return updates, MuonState(
+            state.step + 1, means, () if row_beta is None else rows, HostCount.of(1) if periodic else ()
+        )
 
     where = Where() if owner_layout is None else Where(owners=(owner_layout,))
     return _checked(GradientTransformation(init, update, owner_layout is None, Needs(where=where)), work)
+
+
+def _check_period(period: int, row_beta: float | torch.Tensor | None) -> None:
+    if period < 1:
+        raise ValueError(f"muon: period must be at least 1, got {period}")
+    if row_beta is None:
+        return
+    if not isinstance(row_beta, torch.Tensor) and not 0 <= row_beta <= 1:
+        raise ValueError(f"muon: row_beta must lie in [0, 1], got {row_beta}")
+    if period > 1:
+        raise ValueError(
+            f"muon: period={period} with row_beta={row_beta}: running means of rows lie with the owners, who know nothing of"
+            " the updates in between; give one of the two"
+        )
 
 
 def _checked(transformation: GradientTransformation[MuonState], work: BlockWork) -> GradientTransformation[MuonState]:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from mfsdp_func.optim.adamw import mixed
 from mfsdp_func.optim.newton_schulz import COEFFICIENTS, EPS, default_dtype
 
 Orthogonalize: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -193,7 +194,9 @@ def _alternating(points: Sequence[float]) -> tuple[float, float, float, float]:
     return a, b, c, e
 
 
-def normalize_rows(update: torch.Tensor, second: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_rows(
+    update: torch.Tensor, second: torch.Tensor, beta: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """NorMuon's step after orthogonalisation: each row over the root of its running mean square, at the old norm.
 
     Source: Z. Li, L. Liu, C. Liang, W. Chen, T. Zhao, "NorMuon: Making Muon more efficient and scalable", arXiv
@@ -212,7 +215,7 @@ def normalize_rows(update: torch.Tensor, second: torch.Tensor, beta: float) -> t
     >>> update.norm(dim=1).round(decimals=3), update.norm().round(decimals=3)
     (tensor([3.6060, 3.6060]), tensor(5.0990))
     """
-    new = torch.lerp(second, update.square().mean(-1, keepdim=True).to(second.dtype), 1 - beta)
+    new = mixed(second, update.square().mean(-1, keepdim=True).to(second.dtype), beta)
     scaled = update / (new.sqrt() + 1e-8).to(update.dtype)
     norm, after = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (update, scaled))
     return scaled * (norm / after.clamp(min=1e-30)), new

@@ -41,7 +41,8 @@ class Group:
         only: the tensors that the group trains; None for all.
         settings: names that `make` knows.
         where: where tensors lie, as far as the transformation knows.
-        state: of the transformation.
+        state: of the transformation, where what the host counts is a 0-D tensor on the CPU.
+        counts: which leaves of the state these are.
     """
 
     make: Make
@@ -53,6 +54,7 @@ class Group:
     settings: frozenset[str]
     where: Where = NOWHERE
     state: Any = None
+    counts: tuple[int, ...] = ()
 
     def places(self) -> dict[Hashable, tuple[int, int | None]]:
         """Key of each tensor that this rank holds -> number of its parameter, and index in its buffer."""

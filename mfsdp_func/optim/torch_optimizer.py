@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -28,9 +27,16 @@ from mfsdp_func.optim.torch_groups import (
     refuse_unknown,
     settings_of,
 )
-from mfsdp_func.optim.torch_state import compiled_step, unwrapped, wrapped
+from mfsdp_func.optim.torch_state import (
+    as_tensors,
+    compiled_step,
+    copy_state,
+    keep_counts,
+    show_state,
+    with_boxes,
+    with_counts,
+)
 from mfsdp_func.optim.transformation import GradientTransformation
-from mfsdp_func.values.buffer_spec import local_part
 from mfsdp_func.values.mesh import Mesh, MeshLike, as_mesh
 
 
@@ -146,9 +152,10 @@ class TorchOptimizer(torch.optim.Optimizer):
                     " which adds up in .grad, instead"
                 )
             refuse_shards(transformation, made, named)
-            made = replace(made, where=transformation.needs.where, state=transformation.init(made.tensors(locals_)))
+            state, counts = as_tensors(transformation.init(made.tensors(locals_)))
+            made = replace(made, where=transformation.needs.where, state=state, counts=counts)
         self._groups.append(made)
-        self._indices.append(self._publish(made, list(named.values())))
+        self._indices.append(show_state(self.state, len(self._groups) - 1, made, list(named.values())))
 
     def _settings(self, made: Group, group: Mapping[str, Any]) -> dict[str, Any]:
         """What a group says to its transformation. In compiled steps numbers are tensors, which never compile again."""
@@ -208,8 +215,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             given = [gradient_of(param) for param in group["params"]]
             grads.append(made.tensors(given if scale is None else [grad / scale.to(grad.device) for grad in given]))
             settings.append(self._settings(made, group))
-        makes, rates, states = zip(*[(made.make, made.rate, made.state) for made in self._groups], strict=True)
-        self._run(makes, rates, tuple(settings), params, grads, states, None if skip is None else skip > 0)
+        makes, rates, states = zip(*[(made.make, made.rate, with_counts(made)) for made in self._groups], strict=True)
+        counts = self._run(makes, rates, tuple(settings), params, grads, states, None if skip is None else skip > 0)
+        keep_counts(self._groups, counts)
         return loss
 
     @property
@@ -249,19 +257,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         Of a flat buffer that is cut, this rank's part of each tensor is wrapped in a `BoxTensor`, which
         `torch.distributed.checkpoint` saves and loads as a part of the whole tensor, on any number of ranks.
         """
-        from mfsdp_func.checkpoint.dcp import BoxTensor
-
-        packed = super().state_dict()
-        for made, indices, group in zip(self._groups, self._indices, packed["param_groups"], strict=True):
-            for (n, name), i in indices.items():
-                spec, number = made.specs[n], group["params"][n]
-                if spec is None or not spec.is_sharded:
-                    continue
-                part, held = local_part(spec, i), dict(packed["state"][number])
-                if held[name].numel() == part.numel:
-                    held[name] = BoxTensor(held[name], spec.layout.tensor_shapes[i], part)
-                packed["state"][number] = held
-        return packed
+        return with_boxes(super().state_dict(), self._groups, self._indices)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, into the tensors of `state`, which stay the same objects.
@@ -271,41 +267,21 @@ class TorchOptimizer(torch.optim.Optimizer):
             ValueError: if a tensor has another shape, or groups differ; see `torch.optim.Optimizer.load_state_dict`.
         """
         own, given = dict(self.state), dict[str, Any]()
+
+        def adopt(_: Any) -> None:
+            self.state.clear()
+            self.state.update(own)
+            params = [param for group in self.param_groups for param in group["params"]]
+            copy_state(own, params, given)
+
         # Values are taken from here: torch would cast all but "step" to the dtype of the parameter.
         first = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
-        last = self.register_load_state_dict_post_hook(lambda _: self._adopt(own, given), prepend=True)
+        last = self.register_load_state_dict_post_hook(adopt, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             first.remove()
             last.remove()
-
-    @torch.no_grad()
-    def _adopt(self, own: dict[torch.Tensor, dict[str, torch.Tensor]], given: dict[str, Any]) -> None:
-        """Copy the loaded state into `own`, which becomes the state again."""
-        self.state.clear()
-        self.state.update(own)
-        saved = chain.from_iterable(group["params"] for group in given["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number, param in zip(saved, params, strict=True):
-            for name, tensor in own.get(param, {}).items():
-                value = unwrapped(given["state"].get(number, {}).get(name), tensor)
-                if value is None or value.shape != tensor.shape:
-                    raise (KeyError if value is None else ValueError)(
-                        f"TorchOptimizer.load_state_dict: parameter {number} needs {name!r} of shape"
-                        f" {tuple(tensor.shape)}, got {'nothing' if value is None else tuple(value.shape)}; load the"
-                        " state of an optimizer with the same transformations and layout"
-                    )
-                copies.append((local_of(tensor), local_of(value)))
-        for shared in [key for key in own if not isinstance(key, torch.Tensor)]:
-            for name, tensor in own[shared].items():
-                value = given["state"].get(shared, {}).get(name)
-                if value is None or value.shape != tensor.shape:
-                    raise KeyError(f"TorchOptimizer.load_state_dict: state {name!r}, which this rank owns, is missing")
-                copies.append((tensor, value))
-        for tensor, value in copies:
-            tensor.copy_(value)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_make": self._make, "_groups": self._groups, "_mesh": self._mesh, "_compile": self._compile}
@@ -316,54 +292,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         if "_compile" in state:
             self._run = compiled_step(self._compile)
             _ALL.add(self)
-
-    def _publish(self, made: Group, params: list[torch.Tensor]) -> dict[tuple[int, str], int]:
-        """Let `state` show the state's tensors, each under the parameters to which it belongs.
-
-        Tensors of no parameter of this rank, such as those that an owner holds for others, are under ``"owned"``. Names
-        come from the state's structure, which is the same on all ranks.
-
-        Returns:
-            Of buffers, (number of the parameter, name in the state) -> tensor index.
-        """
-        indices: dict[tuple[int, str], int] = {}
-        places, buffered = made.places(), {n for n, spec in enumerate(made.specs) if spec is not None}
-        leaves = cast("list[tuple[tuple[Any, ...], torch.Tensor]]", pytree.tree_leaves_with_path(made.state))
-        shared: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-        owners: list[tuple[tuple[Any, ...], int]] = []
-        for path, leaf in leaves:
-            keys = [k.key for k in path if isinstance(k, pytree.MappingKey)]
-            key = next((k for k in keys if k in places), None)
-            if key is not None:
-                n, i = places[key]
-                owners.append((path, n))
-                name = self._show(params[n], path, wrapped(leaf, params[n]), "" if i is None else f".{i}")
-                if i is not None:
-                    indices[n, name] = i
-            elif keys:
-                self._show_owned(path, leaf)
-            else:
-                shared.append((path, leaf))
-        for (
-            path,
-            leaf,
-        ) in shared:  # it belongs to all parameters whose tensors lie beside or below it, and to all buffers
-            beside = {n for other, n in owners if other[: len(path) - 1] == path[:-1]} | buffered
-            for n in sorted(beside):
-                self._show(params[n], path, leaf, "")
-        return indices
-
-    def _show_owned(self, path: tuple[Any, ...], leaf: torch.Tensor) -> None:
-        self.state["owned"][f"{len(self._groups) - 1}{pytree.keystr(path)}"] = leaf  # pyright: ignore[reportArgumentType]
-
-    def _show(self, param: torch.Tensor, path: tuple[Any, ...], leaf: torch.Tensor, suffix: str) -> str:
-        """Name a leaf by its field in the state, and where that is taken, by its whole path."""
-        fields = ".".join(key.name for key in path if isinstance(key, pytree.GetAttrKey))
-        held, whole = self.state[param], pytree.keystr(path)
-        names = (fields and fields + suffix, whole, f"{len(self._groups) - 1}{whole}")
-        name = next(name for name in names if name and name not in held)
-        held[name] = leaf
-        return name
 
     def _check_gradients(self) -> None:
         """Raise where this rank would leave its peers alone in an exchange."""

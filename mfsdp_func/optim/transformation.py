@@ -132,8 +132,15 @@ def device_of(params: Any) -> torch.device | None:
 
 
 def select(condition: torch.Tensor, new: Any, old: Any) -> Any:
-    """The leaves of `new` where the 0-D `condition` holds, else those of `old`, bit for bit. No host waits for it."""
-    return pytree.tree_map(lambda one, other: torch.where(condition.to(one.device), one, other), new, old)
+    """The leaves of `new` where the 0-D `condition` holds, else those of `old`, bit for bit. No host waits for it.
+
+    What the host counts goes on, as the host does not know the condition.
+    """
+
+    def choose(one: Any, other: Any) -> Any:
+        return torch.where(condition.to(one.device), one, other) if isinstance(one, torch.Tensor) else one
+
+    return pytree.tree_map(choose, new, old)
 
 
 def unchanged(params: Any) -> Any:
