@@ -1,7 +1,6 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
-from mfsdp_func import checkpoint, inplace, optim
-from mfsdp_func.effects import faults
+from mfsdp_func import checkpoint, faults, inplace, optim
 from mfsdp_func.effects.agreement import agreement_check
 from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.token import Token

@@ -4,8 +4,8 @@ A name's line is the first sentence of its docstring; of a type alias or a const
 """
 
 import ast
+import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -51,7 +51,7 @@ def strings_of(path: Path) -> dict[str, str]:
 
 def home_of(namespace: str, name: str) -> Path:
     """The file that defines a public name, or where it comes into the package."""
-    here = Path(inspect.getfile(pkgutil.resolve_name(namespace)))
+    here = Path(inspect.getfile(importlib.import_module(namespace)))
     for node in ast.parse(here.read_text()).body:
         imported = node.names if isinstance(node, ast.ImportFrom) else ()
         if any((alias.asname or alias.name) == name for alias in imported) and node.module.startswith("mfsdp_func"):
@@ -70,7 +70,7 @@ def public_names(module: Any) -> list[str]:
 
 def lines_of(namespace: str) -> Iterator[tuple[str, str]]:
     """Room and line of each public name of a namespace."""
-    module = pkgutil.resolve_name(namespace)
+    module = importlib.import_module(namespace)
     for name in public_names(module):
         if inspect.ismodule(getattr(module, name)):
             continue

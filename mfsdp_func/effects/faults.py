@@ -67,4 +67,6 @@ class Corrupt:
 Fault: TypeAlias = Kill | Stall | Raise | Corrupt
 """Any of them."""
 
-__all__ = ["Corrupt", "Fault", "Kill", "Raise", "Stall"]
+
+class InjectedFault(RuntimeError):
+    """What `Raise` raises."""

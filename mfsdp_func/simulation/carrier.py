@@ -1,50 +1,36 @@
-"""The carrier of a simulated rank: messages are copied when they are sent, and appear when they are waited for."""
+"""The carrier of a simulated rank: its calls meet those of the others, and are compared with them, check or no check."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from mfsdp_func.effects.agreement import compare_calls
-from mfsdp_func.effects.blocks import packed, unpack
+from mfsdp_func.effects.agreement import checking, compare_calls
 from mfsdp_func.effects.carrier import Call, Parcel
+from mfsdp_func.effects.exchange_error import ExchangeError
+from mfsdp_func.effects.faults import InjectedFault
 from mfsdp_func.effects.origin import Ledger
+from mfsdp_func.effects.streams import SIMULATED_STREAMS
 from mfsdp_func.plans.collective import Collective
-from mfsdp_func.simulation.baton import Baton, Rank
-from mfsdp_func.simulation.meetings import Meeting, Meetings
+from mfsdp_func.simulation.baton import Rank, Wait
+from mfsdp_func.simulation.injection import Injection
+from mfsdp_func.simulation.meetings import Meeting
+from mfsdp_func.simulation.messages import Record
+from mfsdp_func.simulation.network import Network, Posted
 from mfsdp_func.simulation.poison import PoisonMode, fill_with_poison
-from mfsdp_func.simulation.results import Sent
+from mfsdp_func.simulation.queues import Operation
 from mfsdp_func.values.mesh import Mesh
 
 PACKING_NBYTES = (128 * 1024, 1024 * 1024)
 """See `Carrier.packing`."""
 
 
-class Network:
-    """What the ranks share: meetings, the meshes seen so far, and the trace."""
-
-    def __init__(self) -> None:
-        self.meetings = Meetings()
-        self.known_meshes: set[Hashable] = set()
-        self.trace: list[Sent] = []
-
-
-@dataclass
-class _Posted:
-    """A call that a rank has made: its facts, and copies of what it sent to each peer."""
-
-    call: Call
-    payloads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    copied: Any = None
-    """On CUDA, the event after which the copies are done: ranks may work on different streams."""
-
-
 class SimulatedCarrier:
-    """One rank's carrier; see `Carrier`. Ranks that disagree about a call are told so, check or no check."""
+    """One rank's carrier; see `Carrier`."""
 
-    def __init__(self, baton: Baton, network: Network, rank: Rank, poison: PoisonMode | None) -> None:
-        self._baton, self._network, self._rank, self._poison = baton, network, rank, poison
+    def __init__(self, network: Network, rank: Rank, injection: Injection, poison: PoisonMode | None) -> None:
+        self._network, self._baton = network, network.baton
+        self._rank, self._injection, self._poison = rank, injection, poison
         self.inside: dict[str, tuple[int, Any]] = {}
         self.compares = True
         self._ledgers: dict[str, Ledger] = {}
@@ -65,32 +51,6 @@ class SimulatedCarrier:
         mesh = self._baton.mesh
         return Mesh(mesh.size(), ranks=mesh.ranks, rank=self._rank.id)
 
-    def exchange(
-        self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
-    ) -> Callable[[], None]:
-        self._check_mesh(call.label, call.mesh)
-        meeting = self._network.meetings.join(self._rank.id, _kind(call), self._post(call, outgoing))
-        if self._poison is not None and at_once:
-            for parcel in incoming:
-                for part in parcel.parts:
-                    fill_with_poison(part)
-
-        def finish() -> None:
-            me = self._rank.id
-            if call.forward:
-                partners, first = call.mesh.ranks, meeting.missing_of(call.mesh)
-            else:
-                partners = {me, *(parcel.peer for parcel in (*outgoing, *incoming))}
-                first = meeting.missing(partners)
-            self._wait_for(meeting, call, first)
-            if not meeting.compared:  # all ranks compare the same, if they are the same
-                compare_calls({rank: meeting.entries[rank].call for rank in sorted(partners)})
-                meeting.compared = call.forward
-            for peer in dict.fromkeys(parcel.peer for parcel in incoming):
-                self._receive(meeting.entries[peer], [parcel for parcel in incoming if parcel.peer == peer])
-
-        return finish
-
     def collective(
         self, call: Call, collective: Collective, source: torch.Tensor, target: torch.Tensor
     ) -> Callable[[], None] | None:
@@ -103,45 +63,145 @@ class SimulatedCarrier:
         poison.hold(call.label, outputs)
         return lambda: poison.release(call.label, outputs)
 
+    def exchange(
+        self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
+    ) -> Callable[[], None]:
+        flips = self._begin(call.label, call.mesh)
+        posted = self._network.post(call, self._rank.id, outgoing, incoming)
+        if checking():
+            posted.sign()
+        posted.flip(flips)
+        meeting = self._network.meetings.join(self._rank.id, _kind(call), posted)
+        peers, senders = posted.peers, [*posted.wanted]
+        operation = self._queued(call.label, call.mesh, meeting, peers)
+        if self._poison is not None and at_once:
+            for parcel in incoming:
+                for part in parcel.parts:
+                    fill_with_poison(part)
+        self._network.announce(meeting, posted)
+        if self._network.settings.carrier == "rendezvous":
+            receivers = [*posted.messages]
+            self._wait_for(meeting, call, meeting.missing(receivers), receivers, "to send to ")
+
+        def finish() -> None:
+            if call.forward:
+                partners: Iterable[int] = call.mesh.ranks
+                first = meeting.missing_of(call.mesh)
+            else:
+                partners = {self._rank.id, *peers}
+                first = meeting.missing(partners)
+            self._wait_for(meeting, call, first, partners, operation=operation)
+            if not meeting.compared:  # all ranks compare the same, if they are the same
+                compare_calls({rank: meeting.entries[rank].call for rank in sorted(partners)})
+                meeting.compared = call.forward
+            for peer in senders:
+                self._network.arrive(meeting, meeting.entries[peer], posted)
+            posted.end()
+            self._refuse_damaged(call.label, call.mesh, posted.damaged)
+
+        return finish
+
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
-        self._check_mesh("agreement check", mesh)
-        meeting = self._network.meetings.join(self._rank.id, ("records", mesh.digest), record)
-        first = meeting.missing_of(mesh)
-        self._baton.wait_until(
-            self._rank,
-            lambda: first() is None,
-            lambda: f"in an agreement check (number {meeting.number}) for rank {first()}",
-        )
-        return [meeting.entries[rank] for rank in mesh.ranks]
+        flips = self._begin("agreement check", mesh)
+        meeting = self._network.meetings.join(self._rank.id, ("records", mesh.digest), Record(record, flips))
+        operation = self._queued("agreement check", mesh, meeting, mesh.ranks)
+        words = f"in an agreement check (number {meeting.number}) for "
+        self._wait("agreement check", mesh, words, meeting, meeting.missing_of(mesh), mesh.ranks, operation=operation)
+        self._refuse_damaged("agreement check", mesh, [r for r in mesh.ranks if meeting.entries[r].is_damaged])
+        return [meeting.entries[rank].arrived for rank in mesh.ranks]
 
-    def _post(self, call: Call, outgoing: Sequence[Parcel]) -> _Posted:
-        posted = _Posted(call)
-        for parcel in outgoing:
-            payload = packed(parcel.parts).detach().clone()
-            posted.payloads.setdefault(parcel.peer, []).append(payload)
-            self._network.trace.append(Sent(call.operation or call.label, self._rank.id, parcel.peer, payload.nbytes))
-        if outgoing and outgoing[0].parts[0].is_cuda:
-            posted.copied = torch.cuda.current_stream(outgoing[0].parts[0].device).record_event()
-        return posted
+    def _begin(self, label: str, mesh: Mesh) -> list[int]:
+        """Come to a point: whatever may happen there, happens; the bits to flip are returned."""
+        self._check_mesh(label, mesh)
+        me, left = self._rank.id, self._network.given_up.get(mesh.digest, {})
+        if me in left:
+            raise self._in_vain(label, mesh, (), self._baton.now, "an exchange over this mesh has failed before")
+        try:
+            flips = self._injection.come_to_point(label)
+        except InjectedFault as error:
+            self._network.give_up(mesh, me, f"rank {me}: {error}")
+            raise
+        self._baton.pause(self._rank)
+        return flips
 
-    def _wait_for(self, meeting: Meeting[_Posted], call: Call, first: Callable[[], int | None]) -> None:
+    def _queued(self, label: str, mesh: Mesh, meeting: Meeting[Any], peers: Iterable[int]) -> Operation | None:
+        if self._network.settings.carrier != "nccl":
+            return None
+        streams = SIMULATED_STREAMS.get()
+        stream = None if streams is None else streams.current_stream(torch.device("cpu"))
+        return self._network.queues.launch(label, self._rank.id, meeting, mesh.digest, peers, mesh.ranks, stream)
+
+    def _wait_for(
+        self,
+        meeting: Meeting[Posted],
+        call: Call,
+        first: Callable[[], int | None],
+        partners: Iterable[int],
+        doing: str = "for ",
+        operation: Operation | None = None,
+    ) -> None:
         line = (call.origin or {}).get("line")
-        at = f", at {line}" if line else ""
-        self._baton.wait_until(
-            self._rank,
-            lambda: first() is None,
-            lambda: f"in {call.label} (call {meeting.number}) for rank {first()}{at}",
-        )
+        words, at = f"in {call.label} (call {meeting.number}) {doing}", f", at {line}" if line else ""
+        self._wait(call.label, call.mesh, words, meeting, first, partners, at, operation)
 
-    def _receive(self, posted: _Posted, parcels: Sequence[Parcel]) -> None:
-        sent = posted.payloads.pop(self._rank.id)
-        if posted.copied is not None:
-            stream = torch.cuda.current_stream(sent[0].device)
-            stream.wait_event(posted.copied)
-            for tensor in sent:
-                tensor.record_stream(stream)
-        for parcel, payload in zip(parcels, sent, strict=True):
-            unpack(payload, parcel.parts)
+    def _wait(
+        self,
+        label: str,
+        mesh: Mesh,
+        words: str,
+        meeting: Meeting[Any],
+        first: Callable[[], int | None],
+        partners: Iterable[int],
+        at: str = "",
+        operation: Operation | None = None,
+    ) -> None:
+        """Wait until the partners have come, and, as on NCCL, the operation is done."""
+        start = self._baton.now
+
+        def ready() -> bool:
+            return first() is None and (operation is None or operation.done)
+
+        def said() -> str:
+            if first() is None and operation is not None:
+                return f"{words}{self._network.queues.words(operation)}{at}"
+            return f"{words}rank {first()}{at}"
+
+        def awaited() -> list[int]:
+            missing = [rank for rank in partners if rank not in meeting.entries]
+            return missing or sorted(operation.awaited if operation is not None else ())
+
+        def lost() -> bool:
+            return any(self._network.has_left(mesh, rank) for rank in awaited())
+
+        if not self._baton.wait_until(self._rank, Wait(ready, said, lost, start + self._network.settings.timeout)):
+            peers = awaited()
+            left = [rank for rank in peers if self._network.has_left(mesh, rank)]
+            gone = [rank for rank in left if self._baton.ranks[rank].finished]
+            reason = f"ranks {gone} have ended" if gone else f"ranks {left} have given up" if left else "nobody came"
+            raise self._in_vain(label, mesh, peers, start, reason)
+
+    def _in_vain(self, label: str, mesh: Mesh, awaited: Iterable[int], start: float, reason: str) -> ExchangeError:
+        me, first = self._rank.id, self._network.first_failure(mesh)
+        error = ExchangeError(
+            label,
+            mesh,
+            rank=me,
+            awaited=awaited,
+            elapsed=self._baton.now - start,
+            timeout=self._network.settings.timeout,
+            cause=first[1] if first is not None else None,
+            reason=reason,
+        )
+        self._network.give_up(mesh, me, f"rank {me}, {error.elapsed:.3g} s into {label}: {reason}")
+        return error
+
+    def _refuse_damaged(self, label: str, mesh: Mesh, senders: Iterable[int]) -> None:
+        """Raise where a message differs from its hash."""
+        if senders := sorted(senders):
+            reason = (
+                f"what came from ranks {senders} was damaged on the way: it differs from the hash that came with it"
+            )
+            raise self._in_vain(label, mesh, senders, self._baton.now, reason)
 
     def _check_mesh(self, label: str, mesh: Mesh) -> None:
         known = self._network.known_meshes

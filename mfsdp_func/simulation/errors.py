@@ -11,3 +11,7 @@ class SlowRankWarning(RuntimeWarning):
 
 class Aborted(BaseException):
     """Ends a rank's thread after another rank has failed."""
+
+
+class Killed(BaseException):
+    """Ends a rank's thread where a fault kills it."""

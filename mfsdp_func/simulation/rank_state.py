@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils import _python_dispatch
 
+from mfsdp_func.effects.torch_internals import outside_transforms
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -120,6 +122,13 @@ class Modes:
                     home._push_mode(mode)  # pyright: ignore[reportPrivateUsage]
                     stack.callback(home._pop_mode)  # pyright: ignore[reportPrivateUsage]
             yield
+
+
+@contextmanager
+def outside_modes() -> Generator[None, None, None]:
+    """Run what is inside as if no `torch.func` transform and no dispatch mode of this thread were active."""
+    with outside_transforms(), _python_dispatch._disable_current_modes(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+        yield
 
 
 def refuse_inside_transforms(name: str) -> None:

@@ -10,12 +10,18 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from mfsdp_func.effects.carrier import SIMULATED, Simulated
+from mfsdp_func.effects.exchange_error import ExchangeError
+from mfsdp_func.effects.faults import InjectedFault
 from mfsdp_func.simulation.baton import Baton, Rank
-from mfsdp_func.simulation.carrier import Network, SimulatedCarrier
-from mfsdp_func.simulation.errors import Aborted, SimulationError, SlowRankWarning
+from mfsdp_func.simulation.carrier import SimulatedCarrier
+from mfsdp_func.simulation.choices import Tape
+from mfsdp_func.simulation.errors import Aborted, Killed, SimulationError, SlowRankWarning
+from mfsdp_func.simulation.injection import Injection
+from mfsdp_func.simulation.network import Network
 from mfsdp_func.simulation.poison import PoisonMode
 from mfsdp_func.simulation.rank_state import Modes, ProcessState, shared_dual_level
 from mfsdp_func.simulation.results import Simulation
+from mfsdp_func.simulation.settings import Settings
 from mfsdp_func.values.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -24,9 +30,13 @@ Result = TypeVar("Result")
 class World:
     """All simulated ranks, and what they share."""
 
-    def __init__(self, mesh: Mesh, seed: int, poison: bool, warn_after: float | None) -> None:
-        self.mesh, self.poison, self.warn_after = mesh, poison, warn_after
-        self.baton, self.network = Baton(mesh, seed), Network()
+    def __init__(self, mesh: Mesh, settings: Settings) -> None:
+        settings.check(mesh)
+        self.mesh, self.settings, self.tape = mesh, settings, Tape(settings.choices)
+        self.baton = Baton(mesh, settings.seed, self.tape)
+        self.network = Network(settings, self.baton)
+        self.injections = {rank.id: Injection(self.baton, rank, settings.faults) for rank in self.baton.ranks.values()}
+        self.errors: dict[int, Exception] = {}
 
     def run(self, program: Callable[[Mesh], Result]) -> Simulation[Result]:
         """Run the program on every rank."""
@@ -49,9 +59,19 @@ class World:
             before.restore()
         if self.baton.failure is not None:
             rank, error = self.baton.failure
-            error.add_note(f"raised on simulated rank {rank} of {self.mesh}")
+            if replay := self.settings.replay(self.tape.taken):
+                error.add_note(replay)
+            where = "while a message arrived in the simulation" if rank is None else f"on simulated rank {rank}"
+            error.add_note(f"raised {where} of {self.mesh}")
             raise error
-        return Simulation({rank: results[rank] for rank in self.mesh.ranks}, tuple(self.network.trace))
+        return Simulation(
+            {rank: results[rank] for rank in self.mesh.ranks if rank in results},
+            tuple(self.network.trace),
+            {rank: self.errors[rank] for rank in self.mesh.ranks if rank in self.errors},
+            {rank: injection.points for rank, injection in self.injections.items()},
+            self.tape.taken,
+            self.baton.now,
+        )
 
     def _run_rank(
         self, rank: Rank, program: Callable[[Mesh], Result], results: dict[int, Result], modes: Modes
@@ -62,15 +82,19 @@ class World:
                 rank.process.restore()
                 with ExitStack() as stack:
                     stack.enter_context(modes.entered())
-                    poison = stack.enter_context(PoisonMode(rank.id)) if self.poison else None
-                    SIMULATED.set(Simulated(rank.id, SimulatedCarrier(self.baton, self.network, rank, poison)))
+                    poison = stack.enter_context(PoisonMode(rank.id)) if self.settings.poison else None
+                    carrier = SimulatedCarrier(self.network, rank, self.injections[rank.id], poison)
+                    SIMULATED.set(Simulated(rank.id, carrier))
                     results[rank.id] = program(rank.mesh)
                     if poison is not None and (forgotten := poison.pending()):
                         raise SimulationError(f"rank {rank.id} never waited for the token of {', '.join(forgotten)}")
-        except Aborted:
+        except (Aborted, Killed):
             pass
         except BaseException as error:
-            self.baton.fail(rank, error)
+            if self.settings.faults and isinstance(error, Exception) and _is_of_fault(error):
+                self.errors[rank.id] = error
+            else:
+                self.baton.fail(rank, error)
         self.baton.end(rank)
 
     def _wait_for_the_end(self) -> None:
@@ -78,7 +102,11 @@ class World:
         try:
             while True:
                 rank, since = baton.running
-                due = None if self.warn_after is None else max(since, warned) + self.warn_after - time.monotonic()
+                due = (
+                    None
+                    if self.settings.warn_after is None
+                    else max(since, warned) + self.settings.warn_after - time.monotonic()
+                )
                 if baton.ended.wait(due if due is None else max(0.01, due)):
                     break
                 if baton.running == (rank, since) and due is not None:
@@ -98,13 +126,22 @@ class World:
         while frame is not None and frame.f_code.co_filename == threading.__file__:
             frame = frame.f_back
         where = "its start" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        waiting = [f"rank {r.id} waits {r.waits()}" for r in self.baton.ranks.values() if r.ready and not r.finished]
+        waiting = [
+            f"rank {r.id} waits {r.wait.words()}" for r in self.baton.ranks.values() if r.wait and not r.finished
+        ]
         others = f" Meanwhile {'; '.join(waiting[:4])}{'; ...' if len(waiting) > 4 else ''}." if waiting else ""
         return (
             f"simulated rank {rank.id} has neither ended nor come to an exchange for {seconds:.3g} s; it is at {where}."
             f"{others} Only one simulated rank runs at a time: where it waits for a lock or a barrier that another rank"
             " holds across an exchange, or has still to reach, it waits for ever"
         )
+
+
+def _is_of_fault(error: BaseException | None) -> bool:
+    """Whether an error is a fault's, or what was made of one."""
+    while error is not None and not isinstance(error, ExchangeError | InjectedFault):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _enough_recompiles(ranks: int) -> Any:
