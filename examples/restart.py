@@ -64,7 +64,7 @@ class Checkpoints:
             print(f"resumed from {found}", flush=True)
         return state
 
-    def after(self, step: int, state: Callable[[], Any], *, last: bool = False) -> None:
+    def after(self, step: int, state: Any, *, last: bool = False) -> None:
         """Save after `step` steps, where it is time to, or at the end. Every rank calls."""
         if not last and step % self._every:
             return
@@ -72,7 +72,7 @@ class Checkpoints:
         path = self._folder / f"step-{step:06d}"
         while path.exists():  # it did not verify: it stays as it is
             path = path.with_name(f"{path.name}+")
-        self._going = mf.checkpoint.save_async(path, state(), names=self._names)
+        self._going = mf.checkpoint.save_async(path, state, names=self._names)
         if last:
             self.wait()
 

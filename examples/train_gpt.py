@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py
 
 Every transformer block is one flat buffer, cut between the ranks at row boundaries. A step gathers the blocks, takes
-the gradient of this rank's batch, averages it onto each rank's own rows, and updates these: with AdamW where they lie,
-with Muon by way of each matrix's owner (gather, Newton-Schulz, scatter). At the end rank 0 repeats the training in one
-process, without any of this, and compares the weights.
+the gradient of this rank's batch, averages it onto each rank's own rows, and updates these by one optimizer: it clips the
+norm over all ranks, trains matrices with Muon (queries, keys and values head by head) by way of their owners (gather,
+Newton-Schulz, scatter), and all else with AdamW where it lies. At the end rank 0 repeats the training in one process,
+without any of this, and compares the weights.
 
 With ``--compile`` the whole step is one compiled region per rank, and the run ends with an error if any of it falls
 back to eager code or is compiled a second time.
@@ -24,7 +25,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,52 +38,22 @@ from leave import leave
 from restart import Checkpoints, init_process_group
 from text import TextError, batch_at, load_text
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
 from mfsdp_func import optim
 from mfsdp_func.plans.plan import gather_plan, scatter_plan
 
-MUON_RATE, ADAMW_RATE, WARMUP = 0.02, 0.003, 10
+MUON_RATE, ADAMW_RATE, WARMUP, CLIP = 0.02, 0.003, 10, 1.0
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 
 
-class Unit(NamedTuple):
-    """One flat buffer: the names of its tensors, where they lie, who owns its matrices, what updates them."""
-
-    names: tuple[str, ...]
-    layout: mf.GlobalLayout
-    owners: mf.GroupOwnerLayout
-    optimizer: optim.GradientTransformation[Any]
-
-
 class State(NamedTuple):
-    """What a step takes and returns, by unit: a pytree."""
+    """What a step takes and returns: a pytree."""
 
-    buffers: dict[str, mf.DBuffer]
-    """Parameters: this rank holds its rows of each flat buffer."""
-    optimizers: dict[str, Any]
-    """Optimizer states of this rank's rows."""
-
-
-def saved(units: dict[str, Unit], state: State, losses: list[float]) -> dict[str, Any]:
-    """The state as checkpoints hold it: shards with the names of their tensors. `losses` has one number per step."""
-
-    def by_name(unit: Unit, optimizer: Any) -> Any:
-        is_shards = lambda leaf: isinstance(leaf, dict)  # noqa: E731
-        wrap = lambda leaf: mf.checkpoint.Shards(leaf, unit.owners, unit.names) if is_shards(leaf) else leaf  # noqa: E731
-        return pytree.tree_map(wrap, optimizer, is_leaf=is_shards)
-
-    optimizers = {name: by_name(units[name], optimizer) for name, optimizer in state.optimizers.items()}
-    return {"params": state.buffers, "optimizer": optimizers, "losses": losses}
-
-
-def restored(value: dict[str, Any]) -> tuple[State, list[float]]:
-    """The inverse of `saved`."""
-    is_shards = lambda leaf: isinstance(leaf, mf.checkpoint.Shards)  # noqa: E731
-    unwrap = lambda leaf: dict(leaf.tensors) if is_shards(leaf) else leaf  # noqa: E731
-    optimizers = pytree.tree_map(unwrap, value["optimizer"], is_leaf=is_shards)
-    return State(value["params"], optimizers), value["losses"]
+    params: dict[str, mf.DBuffer]
+    """By unit: this rank holds its rows of each flat buffer."""
+    optimizer: Any
+    """Of this rank's rows."""
 
 
 class Metrics(NamedTuple):
@@ -92,38 +63,34 @@ class Metrics(NamedTuple):
     """Mean over ranks: 0-D."""
 
 
-def is_matrix(unit: str, name: str) -> bool:
-    """Whether Muon trains a tensor: the matrices of the blocks."""
-    return unit != gpt.OUTER and not name.startswith("norm")
-
-
 def learning_rate(peak: float, steps: int) -> optim.Schedule:
     """A linear rise, then half a cosine down to a tenth."""
     return optim.warmup_cosine_decay(peak / WARMUP, peak, WARMUP, max(steps, WARMUP + 1), 0.1 * peak)
 
 
-# Flat buffers
+def blocks_of(unit: str, name: str, config: gpt.Config) -> int:
+    """Into how many blocks of rows Muon takes a tensor apart: heads, or the whole matrix; 0 where AdamW trains it."""
+    if unit == gpt.OUTER or name.startswith("norm"):
+        return 0
+    return config.heads if name in "qkv" else 1
 
 
-def make_units(config: gpt.Config, mesh: Any, args: argparse.Namespace) -> dict[str, Unit]:
-    """Plan every flat buffer: layout, owners, optimizer."""
-    units: dict[str, Unit] = {}
-    for unit, shapes in gpt.unit_shapes(config).items():
-        layout = mf.build_row_atomic_layout(shapes.values(), mesh.size(), shard_layout=mf.ShardLayout(args.layout))
-        matrices = [i for i, name in enumerate(shapes) if is_matrix(unit, name)]
-        others = [i for i in range(len(shapes)) if i not in matrices]
-        owners = mf.GroupOwnerLayout(mesh, layout, mf.assign_owner_work(layout, mesh, matrices), name=unit)
-        muon_rate, adamw_rate = (learning_rate(peak, args.steps) for peak in (MUON_RATE, ADAMW_RATE))
-        # bfloat16, usual on CUDA, would blur the comparison with one process.
-        muon = optim.muon(muon_rate, owner_layout=owners, ns_dtype=getattr(torch, args.dtype))
-        adamw = optim.adamw(adamw_rate, weight_decay=0.0)
-        units[unit] = Unit(tuple(shapes), layout, owners, optim.partition((matrices, muon), (others, adamw)))
-    return units
+def make_route(config: gpt.Config) -> optim.Route:
+    """The same for the optimizer."""
+    units = gpt.unit_shapes(config)
+    shapes = {f"{unit}.{name}": shape for unit, named in units.items() for name, shape in named.items()}
+    found = {f"{unit}.{name}": blocks_of(unit, name, config) for unit, named in units.items() for name in named}
+    specs = {name: optim.blocks("(h d) m -> h d m", h=heads) for name, heads in found.items() if heads}
+    return optim.route(shapes, {name: specs.get(name, "adamw") for name in shapes})
 
 
-def named(unit: Unit, whole: mf.DBuffer) -> dict[str, torch.Tensor]:
-    """Views of the tensors in a whole buffer."""
-    return {unit.names[i]: view for i, view in whole.tensor_views().items()}
+def make_optimizer(plan: optim.RoutePlan, args: argparse.Namespace) -> optim.GradientTransformation[Any]:
+    """Clip, then Muon and AdamW as the route says; rates rise and fall."""
+    muon_rate, adamw_rate = (learning_rate(peak, args.steps) for peak in (MUON_RATE, ADAMW_RATE))
+    # bfloat16, usual on CUDA, would blur the comparison with one process.
+    muon = partial(optim.muon, muon_rate, ns_dtype=getattr(torch, args.dtype))
+    routed = plan.transformation(muon=muon, adamw=partial(optim.adamw, adamw_rate, weight_decay=0.0))
+    return optim.chain(optim.clip_by_global_norm(CLIP), routed)
 
 
 # Training
@@ -132,28 +99,32 @@ def named(unit: Unit, whole: mf.DBuffer) -> dict[str, torch.Tensor]:
 Step = Callable[[State, torch.Tensor], tuple[State, Metrics]]
 
 
-def make_step(units: dict[str, Unit], config: gpt.Config, mesh: Any) -> Step:
+def make_step(optimizer: optim.GradientTransformation[Any], config: gpt.Config, mesh: Any) -> Step:
     """The training step ``(state, tokens) -> (state, metrics)``: pure but for communication; all ranks call it."""
     one_number = mf.BufferSpec(mesh, [mf.Partial("avg")], mf.build_for_row_atomic([(1,)], 1))
 
     def loss_of(whole: dict[str, mf.DBuffer], tokens: torch.Tensor) -> torch.Tensor:
-        return gpt.loss({name: named(unit, whole[name]) for name, unit in units.items()}, tokens, config)
+        return gpt.loss(named(whole, config), tokens, config)
 
     def step(state: State, tokens: torch.Tensor) -> tuple[State, Metrics]:
-        whole = {name: buffer.allgather(0) for name, buffer in state.buffers.items()}
+        whole = {name: buffer.allgather(0) for name, buffer in state.params.items()}
         gradients, loss = torch.func.grad_and_value(loss_of)(whole, tokens)
-        buffers: dict[str, mf.DBuffer] = {}
-        optimizers: dict[str, Any] = {}
-        for name, unit in units.items():
-            # The objective is the mean over ranks of their losses. Added in rank order, as the reference does.
-            average = gradients[name].view([mf.Partial("avg")])
-            grads, params = average.reduce_scatter(0, mf.RowAtomic(), deterministic=True), state.buffers[name]
-            updates, optimizers[name] = unit.optimizer.update(grads, state.optimizers[name], params)
-            buffers[name] = optim.apply_updates(params, updates)
+        # The objective is the mean over ranks of their losses. Added in rank order, as the reference does.
+        average = {name: gradient.view([mf.Partial("avg")]) for name, gradient in gradients.items()}
+        own = {name: one.reduce_scatter(0, mf.RowAtomic(), deterministic=True) for name, one in average.items()}
+        updates, optimizer_state = optimizer.update(own, state.optimizer, state.params)
         mean = mf.DBuffer(one_number, loss.reshape(1)).allreduce(0).local_buffer
-        return State(buffers, optimizers), Metrics(mean[0])
+        return State(optim.apply_updates(state.params, updates), optimizer_state), Metrics(mean[0])
 
     return step
+
+
+def named(whole: dict[str, mf.DBuffer], config: gpt.Config) -> gpt.Params:
+    """Views of the tensors in whole buffers."""
+    shapes = gpt.unit_shapes(config)
+    return {
+        unit: dict(zip(shapes[unit], buffer.tensor_views().values(), strict=True)) for unit, buffer in whole.items()
+    }
 
 
 def compiled(step: Step, backend: str = "inductor") -> Step:
@@ -174,19 +145,19 @@ def compiled(step: Step, backend: str = "inductor") -> Step:
     return call
 
 
-def moved_elements(units: dict[str, Unit]) -> tuple[int, int]:
+def moved_elements(owners: Mapping[str, mf.GroupOwnerLayout]) -> tuple[int, int]:
     """Elements that the gathers and scatters of one step move between ranks: by their plans, and at least.
 
-    An owner lacks those elements of its tensors that it does not hold: they must come to it, their results go back.
+    An owner lacks those elements of its blocks that it does not hold: they must come to it, their results go back.
     """
     planned = bound = 0
-    for name, unit in units.items():
-        plans = gather_plan(unit.owners, name), scatter_plan(unit.owners, name)
+    for name, layout in owners.items():
+        plans = gather_plan(layout, name), scatter_plan(layout, name)
         planned += sum(piece.part.numel for plan in plans for piece in plan.pieces())
-        for i, owner in unit.owners.tensor_to_owner.items():
-            tensor = unit.layout.get_tensor_range(i)
-            held = unit.layout.get_rank_range(unit.owners.mesh, unit.owners.placements, owner)
-            bound += 2 * (tensor.numel - mf.intersect_ranges(tensor, held).numel)
+        for i, owner in layout.tensor_to_owner.items():
+            block = layout.layout.get_tensor_range(i)
+            held = layout.layout.get_rank_range(layout.mesh, layout.placements, owner)
+            bound += 2 * (block.numel - mf.intersect_ranges(block, held).numel)
     return planned, bound
 
 
@@ -206,22 +177,23 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
         unit: {name: tensor.to(device) for name, tensor in tensors.items()}
         for unit, tensors in gpt.init_params(config, args.seed, getattr(torch, args.dtype)).items()
     }
-    units, itemsize = make_units(config, mesh, args), getattr(torch, args.dtype).itemsize
     if not rank:
         numel = sum(tensor.numel() for tensors in params.values() for tensor in tensors.values())
-        print(f"{len(text)} bytes of text, {numel} parameters in {len(units)} units on {world} rank(s), {device.type}")
+        print(f"{len(text)} bytes of text, {numel} parameters in {len(params)} units on {world} rank(s), {device.type}")
 
     def batch(step: int, rank: int) -> torch.Tensor:
         own = range(rank, args.streams or world, world)
         windows = [batch_at(text, step, k, size=args.batch, context=args.context, seed=args.seed) for k in own]
         return torch.cat(windows).to(device)
 
-    step = make_step(units, config, mesh)
-    buffers = {
-        name: mf.DBuffer.distribute_tensors(list(params[name].values()), mesh, [mf.RowAtomic()], unit.layout)
-        for name, unit in units.items()
-    }
-    state = State(buffers, {name: unit.optimizer.init(buffers[name]) for name, unit in units.items()})
+    buffers: dict[str, mf.DBuffer] = {}
+    for unit, tensors in params.items():
+        shapes = [tensor.shape for tensor in tensors.values()]
+        layout = mf.build_row_atomic_layout(shapes, world, shard_layout=mf.ShardLayout(args.layout))
+        buffers[unit] = mf.DBuffer.distribute_tensors(list(tensors.values()), mesh, [mf.RowAtomic()], layout)
+    plan = optim.plan_route(make_route(config), buffers)
+    optimizer = make_optimizer(plan, args)
+    step, state = make_step(optimizer, config, mesh), State(buffers, optimizer.init(buffers))
     if args.compile:
         step = compiled(step)
         start = time.perf_counter()
@@ -231,10 +203,10 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
     losses: list[float] = []
     checkpoints = None
     if args.checkpoint is not None:
-        names = {name: [f"{name}.{own}" for own in unit.names] for name, unit in units.items()}
+        names = {unit: [f"{unit}.{name}" for name in tensors] for unit, tensors in params.items()}
         checkpoints = Checkpoints(args.checkpoint, args.every, mesh, names)
-        found = checkpoints.resume(mf.checkpoint.spec_of(saved(units, state, [0.0])))
-        state, losses = (state, losses) if found is None else restored(found)
+        found = checkpoints.resume(mf.checkpoint.spec_of({"state": state, "losses": [0.0]}))
+        state, losses = (state, losses) if found is None else (found["state"], found["losses"])
     with progress(args, "train", rank) as bar:
         bar.update(len(losses))
         for number in range(len(losses), args.steps):
@@ -243,8 +215,9 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
             if checkpoints is not None:
-                checkpoints.after(number + 1, partial(saved, units, state, list(losses)), last=number + 1 == args.steps)
-    trained = {name: named(unit, state.buffers[name].allgather(0)) for name, unit in units.items()}
+                value = {"state": state, "losses": list(losses)}
+                checkpoints.after(number + 1, value, last=number + 1 == args.steps)
+    trained = named({name: buffer.allgather(0) for name, buffer in state.params.items()}, config)
     if rank or not args.reference:
         return
 
@@ -255,10 +228,12 @@ def run(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> N
             return tuple(float(learning_rate(peak, args.steps)(number)) for peak in (MUON_RATE, ADAMW_RATE))
 
         batches = ([batch(number, r) for r in range(world)] for number in range(args.steps))
-        expected, expected_losses = reference.train(params, is_matrix, batches, rates, config)
+        kinds = partial(blocks_of, config=config)
+        expected, expected_losses = reference.train(params, kinds, batches, rates, CLIP, config)
     report(args, losses, expected_losses)
-    differences = [(trained[unit][name] - expected[unit][name]).abs().max() for unit in units for name in trained[unit]]
-    planned, bound = (count * itemsize * args.steps for count in moved_elements(units))
+    differences = [(trained[unit][name] - one).abs().max() for unit in expected for name, one in expected[unit].items()]
+    itemsize = getattr(torch, args.dtype).itemsize
+    planned, bound = (count * itemsize * args.steps for count in moved_elements(plan.owners))
     print(
         f"max diff {float(torch.stack(differences).max()):.2e} between these weights and those of one process,"
         f" bytes moved {planned} of a lower bound of {bound}"

@@ -5,7 +5,8 @@
 The model is made from the name of a configuration class or a JSON file (a `config.json`), never from the network, and reads
 bytes of text. `fully_shard` makes its forward a function of sharded buffers; `route` says which of its parameters are
 matrices, and of which blocks; `from_route` makes one optimizer of it, which the step chains behind a clip of the norm over
-all ranks. Micro-batches are added up before gradients are reduced. With ``--compare`` one process repeats it.
+all ranks. Micro-batches are added up before gradients are reduced. With ``--compare`` one process repeats it; with
+``--checkpoint FOLDER`` it saves in the background and goes on from there, also when torchrun restarts the ranks.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from leave import leave
+from restart import Checkpoints, init_process_group
 from text import batch_at, load_text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -63,9 +65,9 @@ def make_optimizer(model: torch.nn.Module, params: dict[str, mf.DBuffer], args: 
 
 
 def train(
-    model: torch.nn.Module, mesh: Any, batches: Batches, args: argparse.Namespace, label: str, show: bool
+    model: torch.nn.Module, mesh: Any, batches: Batches, args: argparse.Namespace, folder: Path | None, show: bool
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The training loop. Returns the whole weights, and this rank's losses."""
+    """The training loop, from the newest checkpoint in a folder. Returns the whole weights, and this rank's losses."""
     rows = [mf.RowAtomic()]
     context = mf.FsdpContext(
         param_dtype=getattr(torch, args.dtype),
@@ -76,13 +78,19 @@ def train(
     )
     apply, params = mf.fully_shard(model, mesh, mf.Placements([0], rows, rows, rows), context=context)
     optimizer = make_optimizer(model, params, args)
-    state, losses = optimizer.init(params), list[float]()
+    state, losses, first = optimizer.init(params), list[float](), 0
+    checkpoints = None if folder is None else Checkpoints(folder, args.every, mesh, apply.names)
+    if checkpoints is not None:
+        value = mf.checkpoint.spec_of({"params": params, "optimizer": state, "step": 0})
+        if (found := checkpoints.resume(value)) is not None:
+            params, state, first = found["params"], found["optimizer"], found["step"]
 
     def loss_of(sums: dict[str, mf.DBuffer], words: torch.Tensor, count: int) -> torch.Tensor:
         return apply.accumulate(params, sums, input_ids=words, labels=words, use_cache=False).loss / count
 
-    with tqdm(total=args.steps, desc=label, disable=not show, mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
-        for step in range(args.steps):
+    with tqdm(total=args.steps, initial=first, disable=not show, mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
+        for step in range(first, args.steps):
+            torch.manual_seed(hash((args.seed, step, mesh.get_rank())))  # of dropout: no state to be saved
             start, micro = time.perf_counter(), batches(step)
             sums, zeros, total = None, apply.init_accumulator(params), 0.0
             for words in micro:
@@ -98,6 +106,9 @@ def train(
             speed = tokens / (time.perf_counter() - start)
             bar.set_postfix(loss=f"{total:.3f}", norm=f"{float(norm):.2f}", tokens=f"{speed:,.0f}/s", refresh=False)
             bar.update()
+            if checkpoints is not None:
+                value = {"params": params, "optimizer": state, "step": step + 1}
+                checkpoints.after(step + 1, value, last=step + 1 == args.steps)
     return apply.gather_parameters(params), losses
 
 
@@ -118,12 +129,12 @@ def run(args: argparse.Namespace) -> None:
         print(optim.route(model).summary())
         count = sum(param.numel() for param in model.parameters())
         print(f"{count:,} parameters on {world} rank(s), {device}")
-    weights, losses = train(model, mesh, partial(batches, [rank]), args, "train", not rank)
-    if not rank:
+    weights, losses = train(model, mesh, partial(batches, [rank]), args, args.checkpoint, not rank)
+    if losses and not rank:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if args.compare and not rank:
         all_ranks = partial(batches, list(range(world)))
-        expected, _ = train(make_model(args).to(device), mf.Mesh(1, rank=0), all_ranks, args, "compare", True)
+        expected, _ = train(make_model(args).to(device), mf.Mesh(1, rank=0), all_ranks, args, None, True)
         worst = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         print(f"max diff {worst:.2e} between these weights and those of one process")
 
@@ -149,11 +160,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="in which units compute")
-    parser.add_argument(
-        "--checkpointing",
-        action="store_true",
-        help="run blocks twice, keep no activations",
-    )
+    parser.add_argument("--checkpointing", action="store_true", help="run blocks twice, keep no activations")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save there, and go on from there")
+    parser.add_argument("--every", type=int, default=100, metavar="STEPS", help="between two saves")
     parser.add_argument("--seed", type=int, default=0, help="of the first parameters and the batches")
     parser.add_argument("--compare", action="store_true", help="repeat the training in one process, and compare")
     args = parser.parse_args(arguments)
@@ -168,6 +177,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     run(options)
     leave()  # all ranks wait for the first one's comparison

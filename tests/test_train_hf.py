@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mfsdp_func import optim
+from mfsdp_func import checkpoint, optim
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "mfsdp_func" / "optim" / "README.md"
@@ -29,38 +30,36 @@ SMALL = {
 }
 
 
-@pytest.mark.distributed
-def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(SMALL))
-    words = [
-        "--config",
-        str(config),
-        "--steps",
-        "2",
-        "--batch",
-        "2",
-        "--context",
-        "16",
-        "--accumulate",
-        "2",
-        "--compare",
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+def train(*words: str) -> str:
+    """What two ranks print."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "examples" / "train_hf.py"), *words],
+        [*torchrun, str(ROOT / "examples" / "train_hf.py"), *words],
         capture_output=True,
         text=True,
         env=env,
         timeout=240,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "m (q + k + v) -> q m | k m | v m" in done.stdout
-    difference = re.search(r"max diff (\S+) between", done.stdout)
+    return done.stdout
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one_process_does_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL))
+    words = ["--config", str(config), "--batch", "2", "--context", "16", "--accumulate", "2", "--steps", "3"]
+    printed = train(*words, "--compare", "--checkpoint", str(tmp_path / "straight"), "--every", "2")
+    assert "m (q + k + v) -> q m | k m | v m" in printed
+    difference = re.search(r"max diff (\S+) between", printed)
     assert difference is not None
     assert float(difference[1]) < 1e-5
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "straight" / "step-000002", resumed / "step-000002")
+    assert f"resumed from {resumed / 'step-000002'}" in train(*words, "--checkpoint", str(resumed))
+    assert not checkpoint.diff(tmp_path / "straight" / "step-000003", resumed / "step-000003")
 
 
 def tables() -> str:
