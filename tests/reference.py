@@ -21,6 +21,7 @@ NAMESPACES = (
     "mfsdp_func.optim",
     "mfsdp_func.checkpoint",
     "mfsdp_func.faults",
+    "mfsdp_func.streams",
     "mfsdp_func.testing",
 )
 ROOMS = {

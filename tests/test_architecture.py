@@ -18,7 +18,7 @@ LAYERS = (
     ("simulation", ("simulation",)),
     ("operations", ("operations",)),
     ("training", ("fsdp", "optim", "checkpoint")),
-    ("edges", ("faults", "inplace", "preflight", "report", "testing", "__main__", "__init__")),
+    ("edges", ("faults", "inplace", "preflight", "report", "streams", "testing", "__main__", "__init__")),
 )
 """A module may import from its own layer and from those above it in this list."""
 

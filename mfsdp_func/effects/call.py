@@ -15,7 +15,7 @@ from mfsdp_func.effects.launch import Options, in_flight
 from mfsdp_func.effects.move import move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.origin import Origin, origin_here
-from mfsdp_func.effects.streams import SIMULATED_STREAMS, AnyStream, mark_used, streams_of
+from mfsdp_func.effects.streams import SIMULATED_STREAMS, AnyStream, Queued, mark_used, streams_of
 from mfsdp_func.effects.token import After, Pending, Token, as_tokens
 from mfsdp_func.plans.linear_map import LinearMap
 
@@ -210,8 +210,7 @@ def _run_on_streams(
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
             mark_used(tensor, chosen)
-        event = chosen.record_event()
-    work = Pending(linear.label, _nothing, (), (*outputs, link), event)
+        work = Queued(linear.label, chosen.record_event(), (*outputs, link), options.device)
     return outputs, Token(link, (work,), _dtype(options, outputs))
 
 
@@ -278,7 +277,3 @@ def joined_link(tokens: Sequence[Token]) -> torch.Tensor | None:
 
 def _dtype(options: Options, outputs: Sequence[torch.Tensor]) -> torch.dtype | None:
     return outputs[0].dtype if outputs else options.dtype
-
-
-def _nothing() -> None:
-    pass

@@ -7,16 +7,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.effects.streams import AnyStream, mark_used, streams_of
+from mfsdp_func.effects.streams import AnyStream, Queued
 from mfsdp_func.effects.torch_internals import outside_transforms
 
 
 class Pending:
-    """Work in flight of one operation: it ends, once, when somebody waits for it.
+    """Work in flight of one operation, on CPU: it ends, once, when somebody waits for it.
 
-    On CPU, `finish` waits for the messages and unpacks them; `keep` holds what the work still reads until then. On CUDA
-    everything is already queued on a stream: `event` says where, `finish` has nothing to do, and the allocator knows of
-    all that is read.
+    `finish` waits for the messages and unpacks them; `keep` holds what the work still reads until then.
     """
 
     def __init__(
@@ -25,17 +23,14 @@ class Pending:
         finish: Callable[[], None],
         keep: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        event: Any = None,
     ) -> None:
         self.label = label
         self._finish: Callable[[], None] | None = finish
         self._keep: tuple[torch.Tensor, ...] = tuple(keep)
         self._outputs: tuple[torch.Tensor, ...] = tuple(outputs)
-        self._event = event
         self._error: BaseException | None = None
         # A token may be dropped while peers still read our memory: what is in flight stays referenced until it ends.
-        if event is None:
-            _IN_FLIGHT.add(self)
+        _IN_FLIGHT.add(self)
 
     @property
     def done(self) -> bool:
@@ -54,14 +49,7 @@ class Pending:
                 self._error = error
         if self._error is not None:
             raise self._error
-        if self._event is not None:
-            device = self._outputs[0].device
-            waiting: Any = stream or streams_of(device).current_stream(device)
-            waiting.wait_event(self._event)
-            for output in self._outputs:
-                mark_used(output, waiting)
-        else:
-            self._keep = self._outputs = ()
+        self._keep = self._outputs = ()
 
 
 _IN_FLIGHT: set[Pending] = set()
@@ -78,7 +66,7 @@ class Token:
     """
 
     link: torch.Tensor
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[Pending | Queued, ...] = ()
     dtype: torch.dtype | None = None
     """Dtype of the operation's elements: what a rank that holds none takes the next operation's to be."""
 
@@ -136,7 +124,9 @@ def _flatten_with_keys(token: Token) -> tuple[list[tuple[Any, torch.Tensor]], ob
     return [(pytree.GetAttrKey("link"), token.link)], (token.pending, token.dtype)
 
 
-def _unflatten(children: Iterable[torch.Tensor], context: tuple[tuple[Pending, ...], torch.dtype | None]) -> Token:
+def _unflatten(
+    children: Iterable[torch.Tensor], context: tuple[tuple[Pending | Queued, ...], torch.dtype | None]
+) -> Token:
     (link,) = children
     return Token(link, *context)
 

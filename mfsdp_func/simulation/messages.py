@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mfsdp_func.effects.agreement import bytes_of
 from mfsdp_func.effects.blocks import as_bytes, packed
+from mfsdp_func.effects.streams import are_ordered, mark_used, streams_of
 from mfsdp_func.simulation.errors import SimulationError
 
 
@@ -46,9 +47,9 @@ class Message:
         self._hash: int | None = None
         self._flipped: int | None = None
         self._copied: Any = None
-        """On CUDA, the event after which the copy is done: ranks may work on different streams."""
-        if self._sent.is_cuda:
-            self._copied = torch.cuda.current_stream(self._sent.device).record_event()
+        """Where streams order work, the event after which the copy is done: ranks may work on different streams."""
+        if are_ordered(device := self._sent.device):
+            self._copied = streams_of(device).current_stream(device).record_event()
 
     def sign(self) -> None:
         """Let a hash travel with the contents."""
@@ -88,9 +89,9 @@ class Message:
         """The contents, as they arrive."""
         self.check()
         if self._copied is not None:
-            stream = torch.cuda.current_stream(self._sent.device)
+            stream = streams_of(self._sent.device).current_stream(self._sent.device)
             stream.wait_event(self._copied)
-            self._sent.record_stream(stream)
+            mark_used(self._sent, stream)
         if self._flipped is not None:
             as_bytes(self._sent)[self._flipped // 8] ^= 1 << self._flipped % 8
         return self._sent

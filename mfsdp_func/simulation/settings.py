@@ -22,13 +22,14 @@ class Settings:
     choices: Choices = None
     timeout: float = 1800.0
     poison: bool = False
+    streams: bool = False
     warn_after: float | None = 60.0
 
     def check(self, mesh: Mesh) -> None:
         """Refuse settings that cannot be.
 
         Raises:
-            ValueError: on an unknown carrier or kind of memory, or a fault of a rank that is not there.
+            ValueError: on an unknown carrier or kind of memory, streams with live memory, or a fault of a rank that is not there.
             TypeError: on something that is no fault.
         """
         for name, value, known in (
@@ -37,6 +38,8 @@ class Settings:
         ):
             if value not in known:
                 raise ValueError(f"simulate: {name}={value!r} is not known; take one of {', '.join(map(repr, known))}")
+        if self.streams and self.memory != "copied":
+            raise ValueError(f"simulate: streams=True goes with memory='copied', got {self.memory!r}")
         for fault in self.faults:
             if not isinstance(fault, Kill | Stall | Raise | Corrupt):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"simulate: faults= takes values of mfsdp_func.faults, got {fault!r}")
@@ -49,6 +52,6 @@ class Settings:
         told["choices"] = list(tape) or None
         usual = {field.name: field.default for field in fields(self)} | {"warn_after": told["warn_after"]}
         changed: dict[str, Any] = {name: value for name, value in told.items() if value != usual[name]}
-        if set(changed) <= {"seed", "poison"} and self.choices is None:
+        if set(changed) <= {"seed", "poison", "streams"} and self.choices is None:
             return ""
         return f"replay with simulate({', '.join(['program, shape', *(f'{n}={v!r}' for n, v in changed.items())])})"

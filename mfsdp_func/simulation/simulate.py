@@ -27,6 +27,7 @@ def simulate(
     choices: Choices = None,
     timeout: float = 1800.0,
     poison: bool = False,
+    streams: bool = False,
     warn_after: float | None = 60.0,
 ) -> Simulation[Result]:
     """Run ``program(mesh)`` once per rank of a mesh, in this process and without any process group. Deterministic.
@@ -57,6 +58,9 @@ def simulate(
         timeout: of an exchange, in virtual seconds, once a fault has happened. Nobody sleeps.
         poison: fill results in flight with NaN (or the smallest integer), and raise when one is read before its token
             was waited for, or when a token is never waited for.
+        streams: order work on CPU by simulated streams, as CUDA's do, and raise where nothing keeps an order that the
+            results need: a missing wait, or memory that may be given away while another stream uses it. Programs make
+            streams of their own with `mfsdp_func.streams`. What is in flight is watched so, and not by `poison`.
         warn_after: seconds after which a `SlowRankWarning` names a rank that has neither ended nor come to an exchange,
             and the line where it is; None for never.
 
@@ -64,7 +68,7 @@ def simulate(
         The results by rank, the trace of messages, and more.
 
     Raises:
-        SimulationError: on a deadlock, or what `poison` finds.
+        SimulationError: on a deadlock, or what `poison` or `streams` finds.
         ValueError: if ranks call different operations or disagree on a plan; on unknown settings.
         RuntimeError: inside a `torch.func` transform, forward-mode differentiation, a compiled region or a tracer, which
             the ranks' threads would not see: put those into `program`.
@@ -91,5 +95,5 @@ def simulate(
     [3.0, 3.0, 3.0, 3.0]
     """
     refuse_inside_transforms("simulate")
-    settings = Settings(seed, carrier, memory, tuple(faults), choices, timeout, poison, warn_after)
+    settings = Settings(seed, carrier, memory, tuple(faults), choices, timeout, poison, streams, warn_after)
     return World(Mesh(shape, axis_names, ranks), settings).run(program)

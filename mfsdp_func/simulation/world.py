@@ -15,6 +15,7 @@ from mfsdp_func.effects.faults import InjectedFault
 from mfsdp_func.simulation.baton import Baton, Rank
 from mfsdp_func.simulation.carrier import SimulatedCarrier
 from mfsdp_func.simulation.choices import Tape
+from mfsdp_func.simulation.device import Device
 from mfsdp_func.simulation.errors import Aborted, Killed, SimulationError, SlowRankWarning
 from mfsdp_func.simulation.injection import Injection
 from mfsdp_func.simulation.network import Network
@@ -22,6 +23,7 @@ from mfsdp_func.simulation.poison import PoisonMode
 from mfsdp_func.simulation.rank_state import Modes, ProcessState, shared_dual_level
 from mfsdp_func.simulation.results import Simulation
 from mfsdp_func.simulation.settings import Settings
+from mfsdp_func.simulation.streams import RankStreams, record_on_streams
 from mfsdp_func.values.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -36,6 +38,7 @@ class World:
         self.baton = Baton(mesh, settings.seed, self.tape)
         self.network = Network(settings, self.baton)
         self.injections = {rank.id: Injection(self.baton, rank, settings.faults) for rank in self.baton.ranks.values()}
+        self.device = Device() if settings.streams else None
         self.errors: dict[int, Exception] = {}
 
     def run(self, program: Callable[[Mesh], Result]) -> Simulation[Result]:
@@ -82,7 +85,11 @@ class World:
                 rank.process.restore()
                 with ExitStack() as stack:
                     stack.enter_context(modes.entered())
-                    poison = stack.enter_context(PoisonMode(rank.id)) if self.settings.poison else None
+                    poison = None
+                    if self.device is not None:
+                        record_on_streams(RankStreams(self.device, rank.id), stack)
+                    elif self.settings.poison:
+                        poison = stack.enter_context(PoisonMode(rank.id))
                     carrier = SimulatedCarrier(self.network, rank, self.injections[rank.id], poison)
                     SIMULATED.set(Simulated(rank.id, carrier))
                     results[rank.id] = program(rank.mesh)

@@ -53,9 +53,9 @@ def as_bytes(results: Any) -> Any:
     )
 
 
-def simulated(name: str, facts: MeshFacts, *, poison: bool = False) -> dict[int, Any]:
+def simulated(name: str, facts: MeshFacts, *, poison: bool = False, streams: bool = False) -> dict[int, Any]:
     program = partial(CASES[name].function, run=plain)
-    return as_bytes(mf.simulate(program, facts[0], ranks=facts[1], poison=poison).results)
+    return as_bytes(mf.simulate(program, facts[0], ranks=facts[1], poison=poison, streams=streams).results)
 
 
 remembered = lru_cache(maxsize=None)(simulated)

@@ -38,6 +38,11 @@ def test_simulated_with_poison(name: str) -> None:
         assert_same(simulated(name, TWO, poison=True), remembered(name, TWO))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_with_streams(name: str) -> None:
+    assert_same(simulated(name, TWO, streams=True), remembered(name, TWO))
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
