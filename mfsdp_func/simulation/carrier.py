@@ -94,9 +94,10 @@ class SimulatedCarrier:
             if not meeting.compared:  # all ranks compare the same, if they are the same
                 compare_calls({rank: meeting.entries[rank].call for rank in sorted(partners)})
                 meeting.compared = call.forward
+            self._network.check_pairs(meeting, posted)
             for peer in senders:
                 self._network.arrive(meeting, meeting.entries[peer], posted)
-            posted.end()
+            self._network.close(posted)
             self._refuse_damaged(call.label, call.mesh, posted.damaged)
 
         return finish

@@ -80,9 +80,8 @@ class Message:
                 " call's token first"
             )
 
-    def give_back(self) -> None:
-        """The sender's call ends: its memory is its own again."""
-        self.check()
+    def keep(self) -> None:
+        """Look into the sender's memory no more."""
         self._lent = None
 
     def read(self) -> torch.Tensor:

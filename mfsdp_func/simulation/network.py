@@ -7,6 +7,7 @@ from functools import partial
 from mfsdp_func.effects.blocks import unpack
 from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.simulation.baton import Baton
+from mfsdp_func.simulation.errors import SimulationError
 from mfsdp_func.simulation.meetings import Meeting, Meetings
 from mfsdp_func.simulation.messages import Message
 from mfsdp_func.simulation.queues import Queues
@@ -26,6 +27,10 @@ class Posted:
     wanted: dict[int, list[Parcel]] = field(default_factory=dict)
     lent: list[Message] = field(default_factory=list)
     """All of `messages`; those that have arrived are there no more."""
+    sends: dict[int, int] = field(default_factory=dict)
+    """Number of messages to each peer."""
+    receives: dict[int, int] = field(default_factory=dict)
+    """Number of messages from each peer."""
     damaged: set[int] = field(default_factory=set)
     """Senders of what differed from its hash."""
 
@@ -40,9 +45,11 @@ class Posted:
             message.sign()
 
     def end(self) -> None:
-        """The call has ended on its rank, whose memory is its own again."""
+        """Look at what was lent for the last time."""
         while self.lent:
-            self.lent.pop().give_back()
+            message = self.lent.pop()
+            message.check()
+            message.keep()
 
     def flip(self, bits: Sequence[int]) -> None:
         """Flip bits on the way, counted over all messages."""
@@ -71,6 +78,8 @@ class Network:
         self.known_meshes: set[Hashable] = set()
         self.trace: list[Sent] = []
         self.given_up: dict[str, dict[int, str]] = {}
+        self._open: dict[int, dict[Posted, None]] = {}
+        """The calls of each rank that have not ended."""
 
     def has_left(self, mesh: Mesh, rank: int) -> bool:
         """Whether a rank takes no more part in exchanges on a mesh."""
@@ -79,6 +88,21 @@ class Network:
     def give_up(self, mesh: Mesh, rank: int, words: str) -> None:
         """A rank has failed on a mesh; its peers there will know."""
         self.given_up.setdefault(mesh.digest, {}).setdefault(rank, words)
+        self.queues.drop(rank, mesh.digest)
+        self.let_go(rank, mesh)
+
+    def let_go(self, rank: int, mesh: Mesh | None = None) -> None:
+        """A rank ends its calls on a mesh, or all of them, as it is gone: what it was sending is under way as it was."""
+        for posted in [*self._open.get(rank, ())]:
+            if mesh is None or posted.call.mesh.digest == mesh.digest:
+                for message in posted.lent:
+                    message.keep()
+                self.close(posted)
+
+    def close(self, posted: Posted) -> None:
+        """A call has ended on its rank, whose memory is its own again."""
+        posted.end()
+        self._open.get(posted.rank, {}).pop(posted, None)
 
     def first_failure(self, mesh: Mesh) -> tuple[int, str] | None:
         """Who failed first on a mesh, in words."""
@@ -94,7 +118,26 @@ class Network:
             self.trace.append(Sent(call.operation or call.label, rank, parcel.peer, message.nbytes))
         for parcel in incoming:
             posted.wanted.setdefault(parcel.peer, []).append(parcel)
+        if live:
+            self._open.setdefault(rank, {})[posted] = None
+        posted.sends.update({peer: len(messages) for peer, messages in posted.messages.items()})
+        posted.receives.update({peer: len(parcels) for peer, parcels in posted.wanted.items()})
         return posted
+
+    def check_pairs(self, meeting: Meeting[Posted], mine: Posted) -> None:
+        """Whether every message that a rank sends is received, and the other way round.
+
+        Raises:
+            SimulationError: if not; plans that agree never come to it.
+        """
+        for peer in {**mine.sends, **mine.receives}:
+            for sender, receiver in ((mine, meeting.entries[peer]), (meeting.entries[peer], mine)):
+                sent, wanted = sender.sends.get(receiver.rank, 0), receiver.receives.get(sender.rank, 0)
+                if sent != wanted:
+                    raise SimulationError(
+                        f"{mine.call.label}: rank {sender.rank} sends {sent} messages to rank {receiver.rank}, which"
+                        f" receives {wanted} from it; both ends must follow one plan"
+                    )
 
     def announce(self, meeting: Meeting[Posted], mine: Posted) -> None:
         """In live memory, messages may arrive as soon as both ends have made their calls."""

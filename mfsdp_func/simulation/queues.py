@@ -21,6 +21,7 @@ class Operation:
         label: what it is.
         rank: whose it is.
         stream: on which stream of the rank.
+        communicator: over which ranks, by their mesh's digest.
         meeting: where it meets the others.
         peers: with whom it must run at once.
     """
@@ -28,6 +29,7 @@ class Operation:
     label: str
     rank: int
     stream: Hashable
+    communicator: str
     meeting: Meeting[object]
     peers: frozenset[int]
     started: bool = False
@@ -68,11 +70,22 @@ class Queues:
             stream: of the rank.
         """
         sets_up = self._first.setdefault(communicator, meeting) is meeting
-        operation = Operation(label, rank, stream, meeting, frozenset(everybody if sets_up else peers) - {rank})
+        operation = Operation(
+            label, rank, stream, communicator, meeting, frozenset(everybody if sets_up else peers) - {rank}
+        )
         self._operations[meeting, rank] = operation
         self._queues.setdefault((rank, stream), deque()).append(operation)
         self._advance((rank, stream))
         return operation
+
+    def drop(self, rank: int, communicator: str) -> None:
+        """A rank gives a communicator up, and everything that it has launched there."""
+        for queue, waiting in self._queues.items():
+            if queue[0] == rank and any(operation.communicator == communicator for operation in waiting):
+                left = [operation for operation in waiting if operation.communicator != communicator]
+                waiting.clear()
+                waiting.extend(left)
+                self._advance(queue)
 
     def words(self, operation: Operation) -> str:
         """What an operation that is not done waits for."""

@@ -102,6 +102,8 @@ class World:
                 self.errors[rank.id] = error
             else:
                 self.baton.fail(rank, error)
+        if self.baton.faulty:
+            self.network.let_go(rank.id)
         self.baton.end(rank)
 
     def _wait_for_the_end(self) -> None:
