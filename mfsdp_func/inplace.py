@@ -122,7 +122,7 @@ def accumulate(
         leaf.grad = buffer.local_buffer.detach()
         leaves[key] = DBuffer(buffer.spec, leaf)
     with torch.enable_grad():
-        value = loss(apply.accumulate({key: _detached(buffer) for key, buffer in params.items()}, leaves, *args))
+        value = loss(apply.accumulate({key: _detached(value) for key, value in params.items()}, leaves, *args))
         value.backward()
     increment_version([buffer.local_buffer for buffer in accumulator.values()])
     for key, buffer in accumulator.items():
@@ -132,8 +132,9 @@ def accumulate(
     return value.detach()
 
 
-def _detached(buffer: DBuffer) -> DBuffer:
-    return DBuffer(buffer.spec, buffer.local_buffer.detach())
+def _detached(value: Any) -> Any:
+    # What is not sharded (`apply.ignored_params`) keeps its gradient with it.
+    return DBuffer(value.spec, value.local_buffer.detach()) if isinstance(value, DBuffer) else value
 
 
 def _get_rank_ranges(  # pyright: ignore[reportUnusedFunction]

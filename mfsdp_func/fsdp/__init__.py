@@ -93,7 +93,8 @@ def fully_shard(
 
     Returns:
         `apply` and the sharded parameters: group -> `DBuffer`, in the dtype of the module's parameters. Frozen
-        parameters stay inside `apply`.
+        parameters stay inside `apply`, see `ShardedModule.freeze`; so do those that are not sharded at all
+        (`FsdpContext.ignored`).
 
     Raises:
         ValueError: on placements that do not fit the mesh or one another, unknown units, names or owners, or a module
@@ -106,14 +107,15 @@ def fully_shard(
     chosen = context or FsdpContext()
     value = as_mesh(mesh)
     _check_placements(value, placements)
-    found, groups, places = group_parameters(module, units)
+    ignored = _ignored(module, chosen.ignored)
+    found, groups, places = group_parameters(module, units, ignored)
     choices = _choices(module, places, placements, chosen)
     device = _device(module, value, chosen)
-    skeleton = copy_without_parameters(module, device)
+    skeleton = copy_without_parameters(module, device, ignored)
     values = Values(module, skeleton, device, chosen)
     param_groups = {key: _param_group(group, value, placements, choices) for key, group in groups.items()}
     params: dict[str, DBuffer] = {}
-    seen = hashlib.sha256(repr(groups.keys()).encode()) if checking() else None
+    seen = hashlib.sha256(repr((groups.keys(), ignored)).encode()) if checking() else None
     for key, group in groups.items():
         spec = param_groups[key].spec
         shapes = spec.layout.tensor_shapes
@@ -122,14 +124,14 @@ def fully_shard(
         for tensor in full if seen is not None else ():
             seen.update(bytes_of(tensor))  # pyright: ignore[reportOptionalMemberAccess]
         del full
-    values.finish()
+    values.finish(ignored)
     if seen is not None:
         label = "fully_shard with these placements, names and values of parameters"
         agree(carrier_of(value), Call(label, seen.hexdigest(), value, None, (), None, True))
     frozen = {key: buffer for key, buffer in params.items() if not groups[key].trainable}
     apply = ShardedModule(
         skeleton,
-        Arrangement(found, groups, places, param_groups),
+        Arrangement(found, groups, places, param_groups, _every_name(module, ignored)),
         frozen,
         prefetch=chosen.prefetch,
         recompute=_recomputed(found, chosen.recompute),
@@ -166,6 +168,25 @@ def _check_placements(mesh: Mesh, placements: Placements) -> None:
     kinds: set[Placement] = {placement for placement in placements.optimizer if isinstance(placement, Shard)}
     if len(kinds) > 1:
         raise ValueError(f"fully_shard: all shards of {placements} must be of one kind, got {sorted(map(repr, kinds))}")
+
+
+def _ignored(module: nn.Module, given: Iterable[str]) -> tuple[str, ...]:
+    """The first names of the parameters that stay whole, in module order."""
+    asked, first = [given] if isinstance(given, str) else list(given), {p: n for n, p in module.named_parameters()}
+    every = dict(module.named_parameters(remove_duplicate=False))
+    if unknown := [name for name in asked if name not in every]:
+        raise ValueError(
+            f"fully_shard: ignored names {unknown[0]!r}, which is no parameter of {type(module).__name__}; see"
+            " named_parameters()"
+        )
+    chosen = {first[every[name]] for name in asked}
+    return tuple(name for name in first.values() if name in chosen)
+
+
+def _every_name(module: nn.Module, ignored: Sequence[str]) -> dict[str, str]:
+    first = {id(module.get_parameter(name)): name for name in ignored}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if id(param) in first}
 
 
 def _recomputed(units: Sequence[Unit], recompute: bool | Iterable[str]) -> frozenset[str]:

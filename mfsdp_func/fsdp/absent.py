@@ -66,6 +66,11 @@ class AbsentParameter(torch.Tensor):
             name, torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
         )
 
+    def train(self, trainable: bool) -> None:
+        """Look as parameters do that are trained, or not."""
+        with torch_functions_of_subclasses_off():
+            self.requires_grad_(trainable)
+
     @classmethod
     def _made(cls, name: str, value: torch.Tensor, requires_grad: bool) -> "AbsentParameter":
         differentiable = value.is_floating_point() or value.is_complex()

@@ -11,12 +11,21 @@ from mfsdp_func.operations.dbuffer import DBuffer
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """See the attributes of `ShardedModule`."""
+    """See the attributes of `ShardedModule`.
+
+    Attributes:
+        units: likewise.
+        groups: likewise.
+        places: likewise.
+        param_groups: likewise.
+        ignored: every name of a parameter that stays whole on every rank -> its first name.
+    """
 
     units: tuple[Unit, ...]
     groups: Mapping[str, Group]
     places: Places
     param_groups: Mapping[str, ParamGroup]
+    ignored: Mapping[str, str]
 
     @cached_property
     def names(self) -> ParameterNames:

@@ -37,7 +37,7 @@ def call_in_graph(
     state: PlainState,
     buffers: Sequence[torch.Tensor],
     frozen: Mapping[str, DBuffer],
-    trees: Sequence[Mapping[str, DBuffer]],
+    trees: Sequence[Mapping[str, Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -47,20 +47,24 @@ def call_in_graph(
         method: name of the method that runs eagerly.
         key: of the module.
         state: of the module; Dynamo guards on what is asked about.
-        buffers: the module's own buffers, as inputs of the graph.
+        buffers: the module's own buffers and the parameters that are not sharded, as inputs of the graph.
         frozen: the module's frozen parameters, likewise.
-        trees: the arguments that are dicts of `DBuffer`s.
+        trees: the arguments that are dicts of `DBuffer`s, and of tensors that stand for parameters that are not sharded.
         args: other arguments: tensors and constants, in tuples, lists and dicts.
         kwargs: likewise.
     """
     if state is None:  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError("apply in a compiled region: nothing tells the module's state")
-    given = [frozen, *trees]
+    given: list[Mapping[str, Any]] = [frozen, *trees]
     names = tuple([tuple(tree) for tree in given])
-    specs = tuple([tuple([buffer.spec.key for buffer in tree.values()]) for tree in given])
-    locals_ = [[buffer.local_buffer for buffer in tree.values()] for tree in given]
+    specs = tuple([tuple([_spec_key(value) for value in tree.values()]) for tree in given])
+    locals_ = [[v.local_buffer if isinstance(v, DBuffer) else v for v in tree.values()] for tree in given]
     leaves = list(_in_graph(method, key, names, specs, locals_, list(buffers), args, kwargs))
     return _rebuilt(_structure(method, key), leaves)
+
+
+def _spec_key(value: DBuffer | torch.Tensor) -> str:
+    return value.spec.key if isinstance(value, DBuffer) else ""
 
 
 @torch.compiler.assume_constant_result
@@ -110,7 +114,7 @@ def _in_graph(
 ) -> tuple[torch.Tensor, ...]:
     module = _MODULES[key]
     frozen, *trees = [
-        {n: DBuffer(BufferSpec.from_key(s), t) for n, s, t in zip(*tree, strict=True)}
+        {n: DBuffer(BufferSpec.from_key(s), t) if s else t for n, s, t in zip(*tree, strict=True)}
         for tree in zip(names, specs, locals_, strict=True)
     ]
     with module.traced(buffers, frozen), nothing_drawn("the module"):

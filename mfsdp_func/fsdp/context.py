@@ -32,6 +32,8 @@ class FsdpContext:
         deterministic: average gradients by a fold in rank order; see `reduce_scatter`.
         recompute: names of units that keep no activations, and run again in the backward pass; True for all. Gives the same
             numbers where a unit draws from the global generators of torch, Python and NumPy alone.
+        ignored: names of parameters that stay whole on every rank, each with the rank's own value, in
+            `ShardedModule.ignored_params`. As in FSDP2, their gradients are this rank's own, and nobody averages them.
         prefetch: in eager mode, gather the next unit's parameters while this unit computes.
         init: gives the values of the parameters that a module owns directly, where they are on the meta device; called
             as ``init(name, module)`` with empty parameters on `device`. By default ``module.reset_parameters()``.
@@ -49,6 +51,7 @@ class FsdpContext:
     cast_forward_inputs: bool = True
     deterministic: bool = False
     recompute: bool | frozenset[str] | tuple[str, ...] = False
+    ignored: frozenset[str] | tuple[str, ...] = ()
     prefetch: bool = True
     init: Callable[[str, nn.Module], None] | None = field(default=None)
     seed: int = 0

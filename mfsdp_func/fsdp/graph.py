@@ -248,7 +248,7 @@ class UnitGraph:
         inputs: Sequence[bool],
         *,
         keep: bool,
-        placed: Callable[[Sequence[Sequence[torch.Tensor]]], AbstractContextManager[None]],
+        placed: Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], AbstractContextManager[None]],
     ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
         """Gradients of the parameters of some groups, and of some inputs; frees activations on the way.
 
@@ -257,7 +257,7 @@ class UnitGraph:
             groups: which groups are asked for.
             inputs: which inputs are.
             keep: whether the graph shall serve again.
-            placed: puts parameters into the module, for what runs again inside (activation checkpointing).
+            placed: puts parameters and inputs into the module, for what runs again inside (activation checkpointing).
         """
         pairs = [
             (edge, cotangent)
@@ -274,7 +274,7 @@ class UnitGraph:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(hooks_allowed())
                 if not self._traced:
-                    stack.enter_context(placed(self.leaves))
+                    stack.enter_context(placed(self.leaves, self.inputs))
                 found = torch.autograd.grad(
                     [edge for edge, _ in pairs],
                     wanted,

@@ -1,6 +1,6 @@
 """Which parameters of a module live together in one flat buffer, and which modules run as units."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -93,25 +93,31 @@ def _restore_names(names: Any, shapes: Any, ties: Any) -> ParameterNames:
     return made
 
 
-def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit, ...], dict[str, Group], Places]:
+def group_parameters(
+    module: nn.Module, units: Units | None, ignored: Collection[str] = ()
+) -> tuple[tuple[Unit, ...], dict[str, Group], Places]:
     """Split a module into units, and its physical parameters into groups.
 
     Units are the modules named by `units` (by default: the elements of every `nn.ModuleList`), and of the rest, each
     outermost module that owns parameters directly and has no unit inside. Parameters that a module with units inside
-    owns directly form a held unit. Tied parameters are found by identity: the first name owns the entry.
+    owns directly form a held unit. Tied parameters are found by identity: the first name owns the entry. The parameters
+    named in `ignored` are left out.
 
     Raises:
         ValueError: if a unit does not exist, lies inside another, shares a module with another, or has no parameters.
     """
-    chosen = _chosen_units(module, units)
+    left_out = {id(module.get_parameter(name)) for name in ignored}
+    chosen = _chosen_units(module, units, left_out)
     entries: dict[int, Entry] = {}
     members: dict[str, list[Entry]] = {}
     found: list[Unit] = []
-    for name, owner, held in _walk(module, chosen):
+    for name, owner, held in _walk(module, chosen, left_out):
         found_names: list[tuple[str, Entry]] = []
         for path, param in owner.named_parameters(recurse=not held, remove_duplicate=False):
+            if id(param) in left_out:
+                continue
             if id(param) not in entries:
-                key = _group_key(name, param, owner, held)
+                key = _group_key(name, param, [p for p in owner.parameters(recurse=not held) if id(p) not in left_out])
                 group = members.setdefault(key, [])
                 full_name = f"{name}.{path}".lstrip(".")
                 entry = Entry(full_name, param.shape, param.dtype, param.requires_grad, key, len(group))
@@ -122,15 +128,21 @@ def group_parameters(module: nn.Module, units: Units | None) -> tuple[tuple[Unit
         found.append(Unit(name, tuple(found_names), groups, held))
     groups = {key: Group(key, tuple(group)) for key, group in members.items()}
     names = module.named_parameters(remove_duplicate=False)
-    places = {name: (entries[id(param)].group, entries[id(param)].index) for name, param in names}
+    places = {
+        name: (entries[id(param)].group, entries[id(param)].index) for name, param in names if id(param) in entries
+    }
     return tuple(found), groups, places
 
 
-def _chosen_units(module: nn.Module, units: Units | None) -> dict[nn.Module, str]:
+def _owns(module: nn.Module, left_out: Container[int], *, recurse: bool = True) -> bool:
+    return any(id(param) not in left_out for param in module.parameters(recurse))
+
+
+def _chosen_units(module: nn.Module, units: Units | None, left_out: Container[int]) -> dict[nn.Module, str]:
     names = {sub: name for name, sub in module.named_modules()}
     if units is None:
         lists = [sub for sub in module.modules() if isinstance(sub, nn.ModuleList)]
-        wanted = [element for sub in lists for element in sub if any(True for _ in element.parameters())]
+        wanted = [element for sub in lists for element in sub if _owns(element, left_out)]
         inside = _inner(wanted)
         return {sub: names[sub] for sub in wanted if sub not in inside}
     chosen: dict[nn.Module, str] = {}
@@ -143,8 +155,8 @@ def _chosen_units(module: nn.Module, units: Units | None) -> dict[nn.Module, str
         if not matches:
             raise ValueError(f"fully_shard: unit {unit!r} is no module of {type(module).__name__}; see named_modules()")
         for sub in matches:
-            if not any(True for _ in sub.parameters()):
-                raise ValueError(f"fully_shard: unit {names[sub]!r} has no parameters")
+            if not _owns(sub, left_out):
+                raise ValueError(f"fully_shard: unit {names[sub]!r} has no parameters to shard")
             chosen[sub] = names[sub]
     inside = _inner(chosen)
     for sub, name in chosen.items():
@@ -158,7 +170,9 @@ def _inner(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {inner for module in modules for inner in module.modules() if inner is not module}
 
 
-def _walk(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[tuple[str, nn.Module, bool]]:
+def _walk(
+    module: nn.Module, chosen: Mapping[nn.Module, str], left_out: Container[int]
+) -> Iterator[tuple[str, nn.Module, bool]]:
     """The units of a module, in module order: name, module, held. Modules under several names are met once.
 
     Raises:
@@ -172,7 +186,7 @@ def _walk(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[tuple[
             continue
         met.add(sub)
         has_units = any(inner in chosen for inner in sub.modules())
-        owns = any(True for _ in sub.parameters(recurse=False))
+        owns = _owns(sub, left_out, recurse=False)
         if sub not in chosen and (has_units or not owns):
             if owns:
                 yield name, sub, True
@@ -189,9 +203,9 @@ def _walk(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[tuple[
         yield name, sub, False
 
 
-def _group_key(unit: str, param: nn.Parameter, owner: nn.Module, held: bool) -> str:
+def _group_key(unit: str, param: nn.Parameter, own: Sequence[nn.Parameter]) -> str:
     """The unit's name, told apart by dtype and trainability only where the unit has several of them."""
-    kinds = {(p.dtype, p.requires_grad) for p in owner.parameters(recurse=not held)}
+    kinds = {(p.dtype, p.requires_grad) for p in own}
     words = [unit or "root"]
     if len({dtype for dtype, _ in kinds}) > 1:
         words.append(str(param.dtype).removeprefix("torch."))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.effects.torch_internals import is_untransformed, unwrapped
+from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.grouping import Unit
 from mfsdp_func.fsdp.param_group import GatherCache, Kept, ParamGroup
 from mfsdp_func.fsdp.replay import Start, buffers_written, is_traced, swapped
@@ -29,9 +30,9 @@ class Pass:
 
     Attributes:
         skeleton: the module without parameters.
-        units: its units.
-        param_groups: its groups.
+        arrangement: of the parameters.
         params: buffers of all groups, frozen ones too.
+        ignored: values of the parameters that are not sharded, by their first names.
         accumulator: buffers that gradients go to, of the trainable groups; None where they go to `params`.
         cache: gathers in flight; None to start none.
         cast_inputs: see `FsdpContext`.
@@ -42,9 +43,9 @@ class Pass:
     """
 
     skeleton: nn.Module
-    units: tuple[Unit, ...]
-    param_groups: Mapping[str, ParamGroup]
+    arrangement: Arrangement
     params: Params
+    ignored: Mapping[str, torch.Tensor]
     accumulator: Params | None
     cache: GatherCache | None
     cast_inputs: bool
@@ -58,10 +59,20 @@ class Pass:
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _kept_versions: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """See `Arrangement`."""
+        return self.arrangement.units
+
+    @property
+    def param_groups(self) -> Mapping[str, ParamGroup]:
+        """See `Arrangement`."""
+        return self.arrangement.param_groups
+
     @contextmanager
     def held(self) -> Generator[None, None, None]:
         """Gather the parameters of held units until the end of the pass."""
-        places: dict[str, torch.Tensor] = {}
+        places = {path: self.ignored[name] for path, name in self.arrangement.ignored.items()}
         for unit in self.units:
             if unit.held:
                 places |= {f"{unit.name}.{path}".lstrip("."): p for path, p in self._kept_places(unit).items()}
@@ -89,33 +100,44 @@ class Pass:
                 results = forward(*args, **kwargs)
             self._check_unwritten([unit])
             return results
-        inputs = list({id(tensor): tensor for tensor in tensors if _is_routed(tensor)}.values())
+        whole = {
+            path.removeprefix(f"{unit.name}.").lstrip("."): self.ignored[name]
+            for path, name in self.arrangement.ignored.items()
+            if not unit.name or path.startswith(f"{unit.name}.")
+        }
+        routed = (tensor for tensor in (*tensors, *whole.values()) if _is_routed(tensor))
+        inputs = list({id(tensor): tensor for tensor in routed}.values())
         numbers = {id(tensor): n for n, tensor in enumerate(inputs)}
         slots = [numbers.get(id(tensor), tensor) for tensor in tensors]
         own = containers_of((args, kwargs))
         structure: list[Any] = []
         starts: list[Start] = []
 
-        def placed(params: Sequence[Sequence[torch.Tensor]]) -> AbstractContextManager[None]:
+        def placed(
+            params: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor]
+        ) -> AbstractContextManager[None]:
             by_group = dict(zip(unit.groups, params, strict=True))
-            return swapped(module, {path: by_group[entry.group][entry.index] for path, entry in unit.names})
+            places = {path: by_group[entry.group][entry.index] for path, entry in unit.names}
+            places |= {path: given[numbers[id(value)]] for path, value in whole.items() if id(value) in numbers}
+            return swapped(module, places)
 
         def compute(params: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             casted = [self._cast(unit, given[slot] if isinstance(slot, int) else slot) for slot in slots]
             if starts:  # again: on copies of the containers, as they were
                 args_again, kwargs_again = rebuild(casted)
-                with placed(params), starts[0].again():
+                with placed(params, given), starts[0].again():
                     outputs, structure[:] = _as_list(tensor_leaves(forward(*args_again, **kwargs_again)))
                 return outputs
             starts.append(Start(module, self.changing.get(index)))
             inner = {id(old): new for old, new in zip(tensors, casted, strict=True) if old is not new}
-            with substituted((args, kwargs), inner) as trees, placed(params), buffers_written(modules):
+            with substituted((args, kwargs), inner) as trees, placed(params, given), buffers_written(modules):
                 results = forward(*trees[0], **trees[1])
             outputs, structure[:] = _as_list(tensor_leaves(results, own))
             self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
             return outputs
 
         others = [slot for slot in slots if isinstance(slot, torch.Tensor)]
+        others += [value for value in whole.values() if id(value) not in numbers]
         around = [*others, *(buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None)]
         outputs = self._call(index, inputs, compute, placed, around)
         return structure[0](outputs)
@@ -176,8 +198,9 @@ class Pass:
                 self._kept_versions[key] = _version(full)
         return {path: self._kept[entry.group][entry.index] for path, entry in unit.names}
 
-    def find_held(self, key: str, index: int) -> torch.Tensor | None:
+    def find_held(self, name: str) -> torch.Tensor | None:
         """A parameter that stays gathered until the pass and its backward pass end; None if it does not."""
+        key, index = self.arrangement.places[name]
         return self._kept[key][index] if key in self._kept else None
 
     def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:

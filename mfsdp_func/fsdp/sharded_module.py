@@ -3,7 +3,7 @@
 import copy
 import functools
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mfsdp_func.effects.torch_internals import is_transformed
 from mfsdp_func.fsdp.absent import AbsentParameter
 from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.compiled import call_in_graph, register
+from mfsdp_func.fsdp.freezing import frozen_names, moved_to, named_parameters, with_frozen
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.guards import PlainState
 from mfsdp_func.fsdp.interop import from_dtensors, to_dtensors
@@ -52,7 +54,8 @@ class ShardedModule:
         output_dtype: torch.dtype | None,
         device_mesh: DeviceMesh | None,
     ) -> None:
-        self._arrangement, self.frozen_params = arrangement, dict(frozen_params)
+        self._base = self._arrangement = arrangement
+        self.frozen_params = dict(frozen_params)
         self._device_mesh = device_mesh
         self._recompute = recompute
         self._cast_inputs, self._output_dtype = cast_inputs, output_dtype
@@ -90,9 +93,22 @@ class ShardedModule:
         """Key of a group -> the first name of each of its parameters, by index in the buffer; see `ParameterNames`."""
         return self._arrangement.names
 
+    @property
+    def ignored_params(self) -> dict[str, torch.Tensor]:
+        """Parameters that are whole on every rank, by their first names; see `FsdpContext.ignored`.
+
+        They are leaves of their own: `backward()` leaves this rank's gradient in their `grad`. For `torch.func`, pass
+        them among the parameters, ``apply(params | apply.ignored_params, ...)``, or others in their places; left out,
+        they are constants. Nobody averages their gradients.
+        """
+        return dict(self._ignored)
+
     def _own(self, skeleton: nn.Module) -> None:
         """Take a module as one's own, with an identity of one's own."""
         self._skeleton = skeleton
+        self._ignored = {
+            name: skeleton.get_parameter(name) for name in dict.fromkeys(self._arrangement.ignored.values())
+        }
         self._key = uuid.uuid4().hex
         self._state = PlainState(skeleton)
         self._buffer_places: list[tuple[dict[str, Any], str]] = [
@@ -162,6 +178,52 @@ class ShardedModule:
             return self._call_in_graph("_invoke", (sharded_params,), (method, *args), kwargs)
         return self._invoke(sharded_params, method, *args, **kwargs)
 
+    def freeze(self, sharded_params: Params, names: Iterable[str]) -> dict[str, DBuffer]:
+        """Train some parameters no longer: no gradient of theirs is computed or reduced, and no optimizer sees them.
+
+        Nothing is sharded anew and nothing is communicated: every rank keeps its rows. A buffer of which only some
+        parameters are frozen becomes two; the frozen one, like a buffer that is frozen whole, moves to `frozen_params`.
+        Optimizer states of the buffers that change have to be made anew. What was compiled is compiled again.
+
+        Args:
+            sharded_params: the trainable parameters, which `apply` takes no longer.
+            names: of parameters, or of modules for all parameters inside. Every rank gives the same.
+
+        Returns:
+            The parameters that are still trained, in new buffers where these have changed, without a gradient history.
+
+        Raises:
+            ValueError: on an unknown name, or buffers that are not those of `apply`.
+        """
+        return self._with_frozen(sharded_params, lambda frozen: frozen | self._named(names, "apply.freeze"))
+
+    def thaw(self, sharded_params: Params, names: Iterable[str]) -> dict[str, DBuffer]:
+        """Train parameters that are frozen: by `freeze`, which this undoes, or since `fully_shard`. See `freeze`."""
+        return self._with_frozen(sharded_params, lambda frozen: frozen - self._named(names, "apply.thaw"))
+
+    def _named(self, names: Iterable[str], where: str) -> frozenset[str]:
+        return named_parameters(self._arrangement, names, where)
+
+    def _with_frozen(
+        self, sharded_params: Params, change: Callable[[frozenset[str]], frozenset[str]]
+    ) -> dict[str, DBuffer]:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "apply.freeze and apply.thaw change what apply is; call them outside of compiled regions"
+            )
+        sharded_params, _ = self._split(sharded_params)
+        old, new = self._arrangement, with_frozen(self._base, change(frozen_names(self._arrangement)))
+        made = moved_to(new, old, {**sharded_params, **self.frozen_params})
+        self._arrangement = new
+        self.frozen_params = {key: buffer for key, buffer in made.items() if not new.groups[key].trainable}
+        frozen = frozen_names(new)
+        for param in self._skeleton.parameters():
+            if isinstance(param, AbsentParameter):
+                param.train(param.parameter_name not in frozen)
+        self._key = uuid.uuid4().hex  # what is compiled is of the old one
+        register(self._key, self)
+        return {key: buffer for key, buffer in made.items() if new.groups[key].trainable}
+
     def load(self, state_dict: Mapping[str, torch.Tensor], sharded_params: Params, *, cast: bool = False) -> Params:
         """Sharded parameters with the values of a plain state dict, of which each rank reads its own parts.
 
@@ -178,10 +240,9 @@ class ShardedModule:
             ValueError: on a name that is unknown, or another shape.
             TypeError: on another dtype. In both cases before anything has changed.
         """
-        self._arrangement.check(sharded_params, "sharded_params")
-        made = loaded(
-            self._arrangement, {**sharded_params, **self.frozen_params}, self.named_buffers(), state_dict, cast=cast
-        )
+        sharded_params, _ = self._split(sharded_params)
+        others = {**self.named_buffers(), **{n: self._ignored[first] for n, first in self._arrangement.ignored.items()}}
+        made = loaded(self._arrangement, {**sharded_params, **self.frozen_params}, others, state_dict, cast=cast)
         self.frozen_params |= {key: made[key] for key in self.frozen_params}
         return {key: made[key] for key in sharded_params}
 
@@ -195,11 +256,13 @@ class ShardedModule:
 
         Effects: every rank calls. Whole tensors are gathered to that rank one at a time.
         """
-        self._arrangement.check(sharded_params, "sharded_params")
+        sharded_params, ignored = self._split(sharded_params)
+        copies = {name: ignored[first].detach().clone() for name, first in self._arrangement.ignored.items()}
+        others = {**copies, **persistent_buffers(self._skeleton)}
         if not whole:
-            return {**self.to_dtensors(sharded_params), **persistent_buffers(self._skeleton)}
+            return {**self.to_dtensors(sharded_params), **others}
         found = whole_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
-        return {**found, **persistent_buffers(self._skeleton)} if found else {}
+        return {**found, **others} if found else {}
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The module's own buffers, such as running statistics: whole on every rank, by qualified name."""
@@ -216,7 +279,7 @@ class ShardedModule:
         return self._zeros(sharded_params)
 
     def _zeros(self, sharded_params: Params) -> dict[str, DBuffer]:
-        self._arrangement.check(sharded_params, "sharded_params")
+        sharded_params, _ = self._split(sharded_params)
         trainable = {key: group for key, group in self.param_groups.items() if group.trainable}
         return {
             key: DBuffer(
@@ -255,8 +318,9 @@ class ShardedModule:
 
     def gather_parameters(self, sharded_params: Params) -> dict[str, torch.Tensor]:
         """All parameters in full, by every name (tied ones under each of theirs), on every rank. Communicates."""
-        self._arrangement.check(sharded_params, "sharded_params")
-        return full_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
+        sharded_params, ignored = self._split(sharded_params)
+        found = full_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
+        return {**found, **{name: ignored[first] for name, first in self._arrangement.ignored.items()}}
 
     def to_dtensors(self, sharded_params: Params) -> dict[str, DTensor]:
         """All parameters as DTensors, by every name: `Shard(0)` where buffers are sharded, else `Replicate`.
@@ -269,14 +333,15 @@ class ShardedModule:
             NotImplementedError: where DTensor has no such order of shards; see `DBuffer.get_dtensor`.
             RuntimeError: on a mesh without process groups.
         """
-        self._arrangement.check(sharded_params, "sharded_params")
+        sharded_params, _ = self._split(sharded_params)
         return to_dtensors(self._arrangement, {**sharded_params, **self.frozen_params}, self._device_mesh)
 
     def from_dtensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, DBuffer]:
         """The inverse of `to_dtensors`: sharded parameters from DTensors on the same mesh.
 
         Args:
-            tensors: every parameter, by any of its names; ``dict(model.named_parameters())`` of an FSDP2 model.
+            tensors: every parameter, by any of its names; ``dict(model.named_parameters())`` of an FSDP2 model. Those of
+                `ignored_params`, as plain tensors, may be left out.
 
         Raises:
             ValueError: on names that are unknown or missing, or other shapes, meshes or placements.
@@ -285,19 +350,29 @@ class ShardedModule:
         Effects: every rank calls; communicates like `to_dtensors`. Values of frozen parameters are put into
         `frozen_params`.
         """
-        made = from_dtensors(self._arrangement, tensors)
+        made = from_dtensors(
+            self._arrangement, {n: t for n, t in tensors.items() if n not in self._arrangement.ignored}
+        )
+        with torch.no_grad():
+            for name in tensors.keys() & self._arrangement.ignored.keys():
+                self._ignored[self._arrangement.ignored[name]].copy_(tensors[name])
         self.frozen_params |= {key: made[key] for key in self.frozen_params}
         return {key: buffer for key, buffer in made.items() if key not in self.frozen_params}
 
     def _call_in_graph(
         self, method: str, trees: Sequence[Params], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        buffers = [owner[leaf] for owner, leaf in self._buffer_places]
+        buffers = [*(owner[leaf] for owner, leaf in self._buffer_places), *self._ignored.values()]
         return call_in_graph(method, self._key, self._state, buffers, self.frozen_params, trees, args, kwargs)
 
     @contextmanager
     def traced(self, buffers: Sequence[torch.Tensor], frozen: Params) -> Generator[None, None, None]:
-        """Run as part of a graph, whose inputs are module buffers and frozen parameters; no gather is in flight."""
+        """Run as part of a graph, whose inputs are module buffers and parameters that are not sharded, and frozen ones.
+
+        No gather is in flight.
+        """
+        buffers, whole = buffers[: len(self._buffer_places)], buffers[len(self._buffer_places) :]
+        own, self._ignored = self._ignored, dict(zip(self._ignored, whole, strict=True))
         before = [owner[leaf] for owner, leaf in self._buffer_places]
         cache, self._cache = self._cache, None
         kept, self.frozen_params = self.frozen_params, dict(frozen)
@@ -312,9 +387,27 @@ class ShardedModule:
                         " into the buffer (copy_), or call apply eagerly"
                     )
         finally:
-            self._cache, self.frozen_params = cache, kept
+            self._cache, self.frozen_params, self._ignored = cache, kept, own
             for (owner, leaf), buffer in zip(self._buffer_places, before, strict=True):
                 owner[leaf] = buffer
+
+    def _split(self, params: Mapping[str, Any], what: str = "sharded_params") -> tuple[Params, dict[str, torch.Tensor]]:
+        """Sharded parameters and the others, which may be given with them; checked."""
+        sharded, ignored = dict(params), dict[str, torch.Tensor]()
+        for name, param in self._ignored.items():
+            value = sharded.pop(name, None)
+            if value is None:  # a constant for transforms, which know what they are given alone
+                value = param.detach() if is_transformed() else param
+            if not isinstance(value, torch.Tensor) or isinstance(value, DBuffer):
+                raise TypeError(f"apply: {what}[{name!r}] is a {type(value).__name__}, expected a torch.Tensor")
+            if value.shape != param.shape or value.dtype != param.dtype:
+                raise ValueError(
+                    f"apply: {what}[{name!r}] is {tuple(value.shape)} of {value.dtype}, expected {tuple(param.shape)} of"
+                    f" {param.dtype}, as in apply.ignored_params"
+                )
+            ignored[name] = value
+        self._arrangement.check(sharded, what)
+        return sharded, ignored
 
     def _invoke(self, sharded_params: Params, method: str, *args: Any, **kwargs: Any) -> Any:
         if not callable(getattr(self._skeleton, method, None)):
@@ -335,14 +428,14 @@ class ShardedModule:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Any:
-        self._arrangement.check(params, "sharded_params")
+        params, ignored = self._split(params)
         if accumulator is not None:
             self._arrangement.check(accumulator, "accumulator", accumulates=True)
         run = Pass(
             self._skeleton,
-            self.units,
-            self.param_groups,
+            self._arrangement,
             {**params, **self.frozen_params},
+            ignored,
             accumulator,
             cache=self._cache,
             cast_inputs=self._cast_inputs,
@@ -376,7 +469,7 @@ class ShardedModule:
     def _find_held(self, name: str) -> torch.Tensor | None:
         """A parameter that is gathered for a whole pass, where activation checkpointing runs a part of that again."""
         run = pass_of_backward(self._skeleton)
-        return None if run is None else run.find_held(*self.places[name])
+        return None if run is None else run.find_held(name)
 
 
 class _UnitForward:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from mfsdp_func.fsdp.absent import AbsentParameter
 from mfsdp_func.fsdp.torch_internals import is_compiled
 
 
-def copy_without_parameters(module: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy of a module, buffers included, with `AbsentParameter`s in the place of parameters.
+def copy_without_parameters(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> nn.Module:
+    """A deep copy of a module, buffers included, with `AbsentParameter`s in the place of parameters but for `ignored`.
 
     Functions set on modules (attributes, hooks) that refer to the module or its parameters by closures are copied too.
 
@@ -34,6 +34,9 @@ def copy_without_parameters(module: nn.Module, device: torch.device) -> nn.Modul
     memo: dict[int, Any] = {}
     for name, param in module.named_parameters():
         memo[id(param)] = AbsentParameter.of(name, param, device)
+    for param in map(module.get_parameter, ignored):
+        value = param.detach().clone() if param.is_meta else param.detach().to(device, copy=True)
+        memo[id(param)] = nn.Parameter(value, param.requires_grad)
     own = {id(sub): name for name, sub in module.named_modules()}
     own |= {id(param): name for name, param in module.named_parameters()}
     cells = _replace_functions(module, own, memo)

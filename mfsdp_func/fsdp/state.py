@@ -27,7 +27,7 @@ def loaded(
     Args:
         arrangement: of the parameters.
         buffers: of all groups.
-        others: module buffers by name.
+        others: module buffers, and parameters that are not sharded, by name.
         state_dict: see `ShardedModule.load`.
         cast: likewise.
     """

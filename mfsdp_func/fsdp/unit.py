@@ -77,7 +77,7 @@ class UnitCall:
     Attributes:
         label: the unit's name.
         run: ``outputs = run(parameters of each group, tensor inputs)``.
-        placed: puts parameters into the module.
+        placed: puts parameters, and what the tensor inputs have of them, into the module.
         around: tensors besides that the unit may save for its backward pass.
         param_groups: the groups.
         accumulate: whether gradients go, unreduced, to accumulators instead of shards.
@@ -92,7 +92,7 @@ class UnitCall:
 
     label: str
     run: Callable[[Params, Sequence[torch.Tensor]], list[torch.Tensor]]
-    placed: Callable[[Params], AbstractContextManager[None]]
+    placed: Callable[[Params, Sequence[torch.Tensor]], AbstractContextManager[None]]
     around: Sequence[torch.Tensor]
     param_groups: tuple[ParamGroup, ...]
     accumulate: bool

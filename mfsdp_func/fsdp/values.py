@@ -1,6 +1,7 @@
 """Full values of a module's parameters and buffers, one owning module at a time, on the meta device too."""
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -34,8 +35,13 @@ class Values:
             self._initialise(entry.name.rpartition(".")[0])
         return self._made.pop(entry.name)
 
-    def finish(self) -> None:
-        """Initialise the modules that own no parameters on the meta device, too."""
+    def finish(self, ignored: Collection[str]) -> None:
+        """Initialise the modules that own no parameters on the meta device, too, and put ignored parameters in place."""
+        for name in ignored:
+            if self._module.get_parameter(name).is_meta:
+                if name not in self._made:
+                    self._initialise(name.rpartition(".")[0])
+                self._put(self._skeleton.get_parameter(name), self._made.pop(name))
         for name, sub in self._skeleton.named_modules() if self._is_meta else ():
             owns = any(True for _ in sub.parameters(recurse=False))
             has_meta = any(buffer.is_meta for buffer in sub.buffers(recurse=False))
@@ -77,6 +83,13 @@ class Values:
                 sub._parameters[leaf] = absent[leaf]
         for leaf in meta:
             _filled(f"buffer {f'{name}.{leaf}'.lstrip('.')!r}", sub.get_buffer(leaf))
+
+    def _put(self, old: nn.Parameter, value: torch.Tensor) -> None:
+        new = nn.Parameter(value, old.requires_grad)
+        for sub in self._skeleton.modules():
+            for leaf, param in sub._parameters.items():
+                if param is old:
+                    sub._parameters[leaf] = new
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         """Like a tensor on the meta device, full of NaN, so that what is not initialised can be told."""
