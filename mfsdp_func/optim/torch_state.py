@@ -37,14 +37,19 @@ def _advance(
     counts: list[list[int]] = []
     for make, rate, given, param, grad, state in zip(makes, rates, settings, params, grads, states, strict=True):
         updates, new_state = make(rate, **given).update(grad, state, param)
-        new = pytree.tree_leaves((apply_updates(param, updates), new_state))
+        # One after the other: no second copy of all parameters lives at once.
+        pytree.tree_map(lambda old, update: _write(old, apply_updates(old, update), skip), param, updates)
         counts.append([])
-        for old, value in zip(pytree.tree_leaves((param, state)), new, strict=True):
+        for old, value in zip(pytree.tree_leaves(state), pytree.tree_leaves(new_state), strict=True):
             if isinstance(old, torch.Tensor):
-                old.copy_(value if skip is None else torch.where(skip.to(old.device), old, value))
+                _write(old, value, skip)
             else:
                 counts[-1].append(value)
     return counts
+
+
+def _write(old: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    old.copy_(value if skip is None else torch.where(skip.to(old.device), old, value))
 
 
 def compiled_step(compile: bool | str) -> Callable[..., list[list[int]]]:

@@ -1,16 +1,36 @@
-"""What a forward pass keeps for its backward pass, and its floating-point operations: from one run without numbers."""
+"""What a pass keeps for its backward pass, and its floating-point operations: from one run without numbers."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mfsdp_func.preflight.models import ModelShapes
+
+
+class OfUnit(NamedTuple):
+    """Bytes of one call of a unit.
+
+    Attributes:
+        name: of the unit.
+        kept: of distinct storages that autograd saves first in this call, parameters left out.
+        largest: the largest of them.
+        inputs: of its floating-point arguments.
+        outputs: of its floating-point results.
+    """
+
+    name: str
+    kept: int
+    largest: int
+    inputs: int
+    outputs: int
 
 
 @dataclass(frozen=True)
@@ -18,14 +38,21 @@ class Activations:
     """Of one rank's batch.
 
     Attributes:
-        nbytes: of distinct storages that autograd saves, parameters left out.
-        by_unit: the same, by the name of the unit that runs; "" for what is saved outside of units.
+        units: calls of units, in the order of the forward pass.
+        outside: bytes that autograd saves outside of units (by the loss, say).
+        again: bytes of the loss's backward pass that are saved when that is differentiated too, as `torch.func.grad` has it.
         flops: floating-point operations of matrix products, convolutions and attention.
     """
 
-    nbytes: int
-    by_unit: dict[str, int]
+    units: tuple[OfUnit, ...]
+    outside: int
+    again: int
     flops: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of distinct storages that autograd saves in the forward pass."""
+        return self.outside + sum(unit.kept for unit in self.units)
 
 
 class _Flops(TorchDispatchMode):
@@ -76,31 +103,21 @@ def measure_activations(model: ModelShapes, batch: tuple[int, int], dtype: torch
     module: nn.Module = model.module
     module.train()
     tokens, tensors = _stand_ins(module, batch, dtype)
-    parameters = {tensors[name].untyped_storage()._cdata for name, _ in module.named_parameters()}
-    running: list[str] = []
-    seen: dict[int, Any] = {}
-    by_unit: dict[str, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters and storage._cdata not in seen:
-            seen[storage._cdata] = storage  # kept alive, so that no other gets its address
-            name = running[-1] if running else ""
-            by_unit[name] = by_unit.get(name, 0) + storage.nbytes()
-        return tensor
-
+    saved = _Saved({tensors[name].untyped_storage()._cdata for name, _ in module.named_parameters()})
     handles: list[Any] = []
     for unit in model.units:
         if not unit.held:
             sub = module.get_submodule(unit.name)
-            handles.append(sub.register_forward_pre_hook(lambda *_, name=unit.name: running.append(name)))
-            handles.append(sub.register_forward_hook(lambda *_: running.pop() and None))
+            handles.append(sub.register_forward_pre_hook(partial(saved.begin, unit.name), with_kwargs=True))
+            handles.append(sub.register_forward_hook(saved.end))
     counter = _Flops()
     try:
-        with _FAKE, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
+        with _FAKE, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), counter:
             output = functional_call(module, tensors, (tokens,))
-            scores = getattr(output, "logits", getattr(output, "last_hidden_state", output))
-            torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+            scores = getattr(output, "logits", getattr(output, "last_hidden_state", output)).detach().requires_grad_()
+            loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+            outside = saved.outside
+            torch.autograd.grad(loss, scores, create_graph=True)
     except Exception as error:
         raise ValueError(
             f"preflight: {model.label} does not run without numbers on tokens of shape {batch}, so that its"
@@ -109,4 +126,42 @@ def measure_activations(model: ModelShapes, batch: tuple[int, int], dtype: torch
     finally:
         for handle in handles:
             handle.remove()
-    return Activations(sum(by_unit.values()), by_unit, counter.total)
+    return Activations(tuple(saved.units), outside, saved.outside - outside, counter.total)
+
+
+class _Saved:
+    """Which storages autograd saves first in which call of a unit."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.units: list[OfUnit] = []
+        self.outside = 0
+        self._parameters = parameters
+        self._seen: dict[int, Any] = {}
+        self._running: list[int] = []
+
+    def begin(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(len(self.units))
+        self.units.append(OfUnit(name, 0, 0, _floats_nbytes((args, kwargs)), 0))
+
+    def end(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        n = self._running.pop()
+        self.units[n] = self.units[n]._replace(outputs=_floats_nbytes(output))
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage  # kept alive, so that no other gets its address
+            nbytes = storage.nbytes()
+            if self._running:
+                unit = self.units[self._running[-1]]
+                self.units[self._running[-1]] = unit._replace(
+                    kept=unit.kept + nbytes, largest=max(unit.largest, nbytes)
+                )
+            else:
+                self.outside += nbytes
+        return tensor
+
+
+def _floats_nbytes(tree: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())

@@ -1,13 +1,19 @@
-"""What every rank stores, by kind, at the two moments of a step that need most: in the backward pass and in the optimizer."""
+"""What every rank stores, by kind, at the moments of a step that need most: in the backward pass and in the optimizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from mfsdp_func.preflight.activations import Activations
-from mfsdp_func.preflight.parts import Part, Parts
+from mfsdp_func.preflight.parts import Part, Parts, stored_sizes
+from mfsdp_func.preflight.passes import fullest_moment
 
+MOMENTS = {
+    "backward": "in the backward pass",
+    "exchange": "while matrices are with their owners",
+    "update": "when the updates are there",
+}
 KINDS = (
     "parameters",
     "gradients",
@@ -19,14 +25,17 @@ KINDS = (
     "new values",
 )
 
+_ADAMW_TENSORS = 5
+"""How many tensors of its size live beside the new state while AdamW computes the update of one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Memory:
     """Bytes of every rank.
 
     Attributes:
-        moments: "backward", "optimizer" -> kind of `KINDS` -> bytes of each rank, int64.
-        in_place: the same in a step that writes into parameters and state, as `TorchOptimizer` does.
+        moments: "backward", "exchange" (with owners), "update" -> kind of `KINDS` -> bytes of each rank, int64.
+        in_place: the same of ``.backward()`` and a step that writes into parameters and state, as `TorchOptimizer` does.
     """
 
     moments: Mapping[str, Mapping[str, torch.Tensor]]
@@ -53,58 +62,53 @@ def memory_of(parts: Parts, activations: Activations | None) -> Memory:
     """See the module."""
     settings = parts.settings
     shard = torch.arange(settings.world) % settings.shards
-
-    def over_ranks(by_shard: torch.Tensor) -> torch.Tensor:
-        return by_shard[shard]
-
     zeros = torch.zeros(settings.shards, dtype=torch.int64)
     stored, trained, muon, adamw = zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone()
     for part, times in _alike(parts):
-        sizes = _sizes(part)
+        sizes = stored_sizes(part)
         stored += sizes * times
         if part.group.trainable:
             trained += sizes * times
             for i in range(len(part.layout.tensor_shapes)):
                 (muon if i in part.muon else adamw).add_(_held(part, i), alpha=times)
-    itemsize = settings.dtype.itemsize
-    params, grads = over_ranks(stored * itemsize), over_ranks(trained * itemsize)
-    state = over_ranks((muon + 2 * adamw) * itemsize)
-    nothing = over_ranks(zeros)
-    done, gathered, unit, kept = _passes(parts, activations)
-    backward = {
-        "parameters": params,
-        "gradients": over_ranks(_stored(parts, done) * itemsize),
-        "optimizer state": state,
-        "gathered units": nothing + gathered,
-        "gradients of a unit": nothing + unit,
-        "activations": nothing + kept,
-    }
-    owned = zeros.clone()
-    for part in parts.parts.values():
-        for i, owner in part.owners.items():
-            owned[owner] += part.fine.tensor_numels[i]
-    travel = settings.travel_dtype.itemsize
-    workspace = _workspace(parts)
-    # Whole matrices on their owner, results, what Newton-Schulz needs, and a copy of the shards in the travelling dtype.
+    itemsize, travel = settings.dtype.itemsize, settings.travel_dtype.itemsize
+    params, state = stored * itemsize, (muon + 2 * adamw) * itemsize
+    at_rest = {"parameters": params, "gradients": trained * itemsize, "optimizer state": state}
+    owned, newton_schulz = owned_nbytes(parts)
     copied = muon * travel if settings.travel_dtype != settings.dtype else zeros
-    exchange = over_ranks(owned * travel + workspace + copied)
-    at_rest = {"parameters": params, "gradients": grads, "optimizer state": state}
-    mixtures = over_ranks(muon * itemsize)
-    functional = {
-        **at_rest,
-        "exchange": exchange + mixtures,
-        "new values": over_ranks(muon * itemsize),
-    }
-    end = {**at_rest, "new values": over_ranks((3 * muon + 4 * adamw) * itemsize)}
-    in_place = {**at_rest, "exchange": exchange + mixtures, "new values": over_ranks(muon * itemsize)}
-    moments = {"backward": backward, "optimizer": functional, "new values": end}
-    return Memory(moments, {"backward": backward, "optimizer": in_place})
+    # Running means and mixtures are there; shards in the travelling dtype go to owners, and whole matrices come; or
+    # results have come back, and are made shards of the main dtype again.
+    with_owners = 2 * muon * itemsize + copied
+    gathered = with_owners + owned + newton_schulz
+    scattered = with_owners + muon * (travel + itemsize)
+    exchange = {**at_rest, "exchange": torch.maximum(gathered, scattered)}
+    # Updates of all tensors beside the new state: while AdamW computes with a tensor, or scales all of its own; then as
+    # buffers once more, or written into one parameter after the other.
+    new, largest, of_adamw = 2 * muon + 2 * adamw, *_largest(parts)
+    scaled = torch.maximum(_ADAMW_TENSORS * of_adamw, 2 * adamw)
+    functional = {**at_rest, "new values": (new + torch.maximum(scaled, adamw + trained)) * itemsize}
+    in_place = {**at_rest, "new values": (new + torch.maximum(scaled, adamw + largest)) * itemsize}
 
+    def over_ranks(kinds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {kind: by_shard[shard] for kind, by_shard in kinds.items()}
 
-def _stored(parts: Parts, keys: Iterable[str]) -> torch.Tensor:
-    """Elements of buffers on each shard."""
-    chosen = [parts.parts[key] for key in keys if parts.parts[key].group.trainable]
-    return sum((_sizes(part) for part in chosen), torch.zeros(parts.settings.shards, dtype=torch.int64))
+    def passes(functional: bool) -> dict[str, torch.Tensor]:
+        moment = fullest_moment(parts, activations, functional=functional)
+        return {
+            "parameters": params,
+            "gradients": moment.done,
+            "optimizer state": state,
+            "gathered units": zeros + moment.gathered,
+            "gradients of a unit": zeros + moment.gradients,
+            "activations": zeros + moment.activations,
+        }
+
+    moments = {"backward": passes(True), "exchange": exchange, "update": functional}
+    others = {"backward": passes(False), "exchange": exchange, "update": in_place}
+    return Memory(
+        {name: over_ranks(kinds) for name, kinds in moments.items()},
+        {name: over_ranks(kinds) for name, kinds in others.items()},
+    )
 
 
 def _alike(parts: Parts) -> list[tuple[Part, int]]:
@@ -113,12 +117,6 @@ def _alike(parts: Parts) -> list[tuple[Part, int]]:
         key = id(part.layout), part.muon, part.group.trainable
         found[key] = (part, found.get(key, (part, 0))[1] + 1)
     return list(found.values())
-
-
-def _sizes(part: Part) -> torch.Tensor:
-    layout = part.layout
-    sizes = torch.tensor([*layout.rank_to_offset[1:], layout.size]) - torch.tensor(layout.rank_to_offset)
-    return sizes.max().expand_as(sizes).clone() if layout.stores_equal_segments else sizes
 
 
 def _held(part: Part, tensor: int) -> torch.Tensor:
@@ -130,48 +128,41 @@ def _held(part: Part, tensor: int) -> torch.Tensor:
     return (ends.clamp(max=whole.end) - starts.clamp(min=whole.start)).clamp(min=0)
 
 
-def _passes(parts: Parts, activations: Activations | None) -> tuple[list[str], int, int, int]:
-    """At the fullest moment of the passes: buffers whose gradients are there; bytes gathered, of a unit's gradients, kept."""
-    settings = parts.settings
-    order = [unit for unit in parts.model.units if not unit.held]
-    held = sum(_whole(parts, key) for unit in parts.model.units if unit.held for key in unit.groups)
-    whole = [sum(_whole(parts, key) for key in unit.groups) for unit in order]
-    kept = [activations.by_unit.get(unit.name, 0) if activations else 0 for unit in order]
-    left = activations.nbytes if activations else 0
-    best, where, shards = (0, 0, 0, 0), len(order), settings.shards
-    done = 0
-    for k in reversed(range(len(order))):
-        gathered = held + whole[k] + (whole[k - 1] if k else 0)
-        numbers = (
-            gathered * settings.gather_dtype.itemsize,
-            whole[k] * (settings.gather_dtype.itemsize + settings.gradient_dtype.itemsize),
-            left,
-            done // shards * settings.dtype.itemsize,
-        )
-        if sum(numbers) > sum(best):
-            best, where = numbers, k
-        left -= kept[k]
-        done += whole[k]
-    keys = dict.fromkeys(key for unit in order[where + 1 :] for key in unit.groups)
-    return list(keys), *best[:3]
+def _largest(parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements of the largest tensor that each shard holds a part of: of all that are trained, and of AdamW's."""
+    largest, of_adamw = torch.zeros(2, parts.settings.shards, dtype=torch.int64)
+    for part, _ in _alike(parts):
+        for i in range(len(part.layout.tensor_shapes) if part.group.trainable else 0):
+            largest = torch.maximum(largest, _held(part, i))
+            if i not in part.muon:
+                of_adamw = torch.maximum(of_adamw, _held(part, i))
+    return largest, of_adamw
 
 
-def _whole(parts: Parts, key: str) -> int:
-    return parts.parts[key].layout.size
-
-
-def _workspace(parts: Parts) -> torch.Tensor:
-    """Bytes of Newton-Schulz on each owner: equal shapes run stacked, beside the results of shapes done before."""
+def owned_nbytes(parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of whole matrices on each owner, and what computing with them needs beside them at most."""
+    itemsize = parts.settings.travel_dtype.itemsize
     owned = torch.zeros(parts.settings.shards, dtype=torch.int64)
-    alike: dict[tuple[int, torch.Size], int] = {}
+    alike: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(parts.settings.shards)]
+    joined = [0] * parts.settings.shards
     for part in parts.parts.values():
         for i, owner in part.owners.items():
-            shape = part.fine.tensor_shapes[i]
-            alike[owner, shape] = alike.get((owner, shape), 0) + 1
-    most = torch.zeros(parts.settings.shards, dtype=torch.int64)
-    for (owner, shape), count in alike.items():
-        m, n = sorted((shape[0], shape[1:].numel()))
-        itemsize = parts.settings.travel_dtype.itemsize
-        owned[owner] += count * m * n * itemsize
-        most[owner] = max(int(most[owner]), count * (2 * m * n + 2 * m * m) * itemsize)
-    return owned + most
+            owned[owner] += part.fine.tensor_numels[i] * itemsize
+            for count, shape in part.matrices[i]:
+                times, members = alike[owner].get(shape, (0, 0))
+                alike[owner][shape] = times + count, members + 1
+            if len(part.matrices[i]) > 1:
+                joined[owner] += part.fine.tensor_numels[i] * itemsize
+    peaks = [_newton_schulz(shapes, itemsize, more) for shapes, more in zip(alike, joined, strict=True)]
+    return owned, torch.tensor(peaks)
+
+
+def _newton_schulz(shapes: Mapping[tuple[int, int], tuple[int, int]], itemsize: int, joined: int) -> int:
+    """Shape by shape, matrices side by side, beside the results of shapes before; at the end, kinds are joined again."""
+    results = peak = 0
+    for (m, n), (count, members) in shapes.items():
+        stack = count * m * n * itemsize
+        products = 2 * count * min(m, n) ** 2 * itemsize
+        peak = max(peak, results + (3 if members > 1 else 2) * stack + products)
+        results += stack
+    return max(peak, results + joined)

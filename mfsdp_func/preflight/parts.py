@@ -12,6 +12,7 @@ import torch
 from mfsdp_func.fsdp.grouping import Group
 from mfsdp_func.optim.block_facts import BATCH_OF_MATRICES
 from mfsdp_func.optim.block_layout import BlockLayout, block_layout
+from mfsdp_func.optim.block_split import matrices
 from mfsdp_func.optim.blocks import Blocks
 from mfsdp_func.optim.route import Choice, route
 from mfsdp_func.preflight.models import ModelShapes
@@ -34,6 +35,7 @@ class Part(NamedTuple):
         fine: the layout whose tensors are the matrices that have owners (and all that has none).
         costs: tensor of `fine` -> work of its owner, in floating-point operations.
         owners: tensor of `fine` -> shard index of its owner.
+        matrices: tensor of `fine` that has an owner -> how many matrices of which shapes it consists of, kind by kind.
         muon: parameters (tensors of `layout`) that Muon updates; AdamW does the others.
     """
 
@@ -43,6 +45,7 @@ class Part(NamedTuple):
     fine: GlobalLayout
     costs: Mapping[int, float]
     owners: Mapping[int, int]
+    matrices: Mapping[int, tuple[tuple[int, tuple[int, int]], ...]]
     muon: frozenset[int]
 
 
@@ -99,15 +102,24 @@ def lay_out(model: ModelShapes, settings: Settings, choices: Mapping[str, Choice
         chosen = {i: specs[entry.name] for i, entry in enumerate(group.entries) if entry.name in specs}
         found[key] = (layout, report, block_layout(layout, chosen), frozenset(chosen))
     costs: dict[int, dict[int, float]] = {}
+    kinds: dict[int, dict[int, tuple[tuple[int, tuple[int, int]], ...]]] = {}
     for _, _, finer, _ in found.values():
         if id(finer) not in costs:
             costs[id(finer)] = finer.costs()
+            kinds[id(finer)] = {i: matrices(tree) for i, tree in finer.trees.items()}
     owners, trade = _owners([(finer.fine, costs[id(finer)]) for _, _, finer, _ in found.values()], settings)
     parts = {
-        key: Part(model.groups[key], layout, report, finer.fine, costs[id(finer)], owned, muon)
+        key: Part(model.groups[key], layout, report, finer.fine, costs[id(finer)], owned, kinds[id(finer)], muon)
         for (key, (layout, report, finer, muon)), owned in zip(found.items(), owners, strict=True)
     }
     return Parts(model, settings, parts, trade)
+
+
+def stored_sizes(part: Part) -> torch.Tensor:
+    """Elements that each shard of a buffer stores."""
+    layout = part.layout
+    sizes = torch.tensor([*layout.rank_to_offset[1:], layout.size]) - torch.tensor(layout.rank_to_offset)
+    return sizes.max().expand_as(sizes).clone() if layout.stores_equal_segments else sizes
 
 
 def _specs(model: ModelShapes, settings: Settings, choices: Mapping[str, Choice]) -> dict[str, Blocks]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mfsdp_func.preflight.memory import KINDS
+from mfsdp_func.preflight.memory import KINDS, MOMENTS
 from mfsdp_func.preflight.result import Answer, seconds
 from mfsdp_func.preflight.timing import Span
 
@@ -119,7 +119,7 @@ def draw_memory(result: Answer, axes: Any) -> bool:
     axes.set(xlabel="rank", ylabel="memory [GB]", xlim=(0, result.settings.world), ylim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     left_out = "" if result.activations else ", activations left out"
-    axes.set_title(f"Memory by rank in the {moment}{' pass' if moment == 'backward' else ' step'}{left_out}")
+    axes.set_title(f"Memory by rank, {MOMENTS[moment]}{left_out}")
     return True
 
 

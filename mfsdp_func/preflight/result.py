@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mfsdp_func.preflight.activations import Activations
 from mfsdp_func.preflight.hardware import Hardware
-from mfsdp_func.preflight.memory import Memory
+from mfsdp_func.preflight.memory import MOMENTS, Memory
 from mfsdp_func.preflight.parts import Parts
 from mfsdp_func.preflight.settings import Settings
 from mfsdp_func.preflight.timing import Timing
@@ -172,7 +172,7 @@ class Answer:
             what = "step in place" if in_place else "functional step"
             rows.append(
                 [
-                    f"{what}: rank {rank}, {moment}",
+                    f"{what}: rank {rank}, {MOMENTS[moment]}",
                     *(gigabytes(int(kinds[k][rank])) if k in kinds else "-" for k in _kinds(self.memory)),
                     gigabytes(int(self.memory.total(moment, in_place=in_place)[rank])),
                 ]

@@ -160,11 +160,11 @@ def _collective(
     segments, filled = torch.zeros(2, settings.world, dtype=torch.int64)
     native = settings.carrier == "process group"
     for part, _ in _counted(uses):
-        sizes = _stored_sizes(part)
+        sizes = _segment_sizes(part)
         equal = part.layout.stores_equal_segments or bool((sizes == sizes[0]).all())
         native = native and (equal or kind == "allreduce")
     for part, times in _counted(uses):
-        sizes = _stored_sizes(part)
+        sizes = _segment_sizes(part)
         if kind == "allreduce":
             held = sizes[shard] if not part.layout.stores_equal_segments else sizes.max().expand(settings.world)
             mine = _even_part(held, lines.position, lines.size)
@@ -186,7 +186,7 @@ def _counted(uses: Iterable[Part]) -> list[tuple[Part, int]]:
     return list(found.values())
 
 
-def _stored_sizes(part: Part) -> torch.Tensor:
+def _segment_sizes(part: Part) -> torch.Tensor:
     layout = part.layout
     return torch.tensor([*layout.rank_to_offset[1:], layout.size]) - torch.tensor(layout.rank_to_offset)
 
