@@ -34,9 +34,9 @@ def fact_of(
             raise _ERRORS[error](text)
         return fact
     check_place(spec.mesh, "DBuffer")
-    if kwargs or not hasattr(function, "cache_info"):
+    if kwargs:
         return function(spec, *args, **kwargs)
-    asked = function, args  # of a cached function; found without the hash and the comparison of the whole spec
+    asked = function, args  # found without the hash and the comparison of the whole spec
     if asked not in spec.memo:
         spec.memo[asked] = function(spec, *args, **kwargs)
     return spec.memo[asked]

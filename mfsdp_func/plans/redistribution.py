@@ -42,7 +42,6 @@ class Step(NamedTuple):
     part: Range
 
 
-@lru_cache(maxsize=4096)
 def collective_step(
     spec: BufferSpec, kind: Kind, axis: str | int, placement: Placement | None, deterministic: bool
 ) -> Step:
@@ -80,7 +79,6 @@ def collective_step(
     return Step(kind, target, collective_of(cut, kind, index, average, deterministic), Range(0, 0))
 
 
-@lru_cache(maxsize=4096)
 def view_step(spec: BufferSpec, placements: tuple[Placement, ...]) -> Step:
     """A change of one axis without communication.
 
@@ -143,7 +141,6 @@ def redistribution_steps(
     return steps
 
 
-@lru_cache(maxsize=4096)
 def redistribution(
     spec: BufferSpec, placements: tuple[Placement, ...], deterministic: bool
 ) -> tuple[BufferSpec, tuple[Step, ...]]:

@@ -141,7 +141,6 @@ def local_part(spec: BufferSpec, tensor_index: int) -> Range:
     return Range(met.start - whole.start, met.numel) if met.numel else Range(0, 0)
 
 
-@lru_cache(maxsize=65536)
 def local_view(spec: BufferSpec, tensor_index: int) -> tuple[Range, tuple[int, ...]]:
     """Where this rank's part of a tensor lies in the local buffer, and its shape: rows, or flat where rows are split.
 

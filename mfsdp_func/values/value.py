@@ -106,6 +106,13 @@ class KeyedValue(PlacedValue):
     key: str
     """The value with its labels as a string. Set when the value is made: an attribute that Dynamo can guard."""
 
+    _canonical: "KeyedValue"
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """See `Value.memo`; shared by all values of one key."""
+        return {} if self._canonical is self else self._canonical.memo
+
     def _register(self) -> None:
         labels = [getattr(self, f.name) for f in self.__dataclass_fields__.values() if "label" in f.metadata]
         key = "/".join([type(self).__name__, self.identity, *labels])
