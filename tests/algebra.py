@@ -1,5 +1,9 @@
-"""Training the same small problem with Optax, with plain tensors, and with buffers on a mesh."""
+"""Training the same small problem with Optax, with plain tensors, and with buffers on a mesh.
 
+What real ranks run is here, so that their processes need no jax.
+"""
+
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +17,13 @@ from mfsdp_func.values.mesh import Mesh
 GROUPS = {"a": [(8, 4), (5,), (4, 6)], "b": [(6, 6), (3,)]}
 KEYS = [(name, i) for name, shapes in GROUPS.items() for i in range(len(shapes))]
 MATRICES = [(name, i) for name, i in KEYS if len(GROUPS[name][i]) == 2]
+VECTORS = [key for key in KEYS if key not in MATRICES]
 STEPS = 20
+SCHEDULE = (0.0, 0.1, 4, 16, 0.01)
+
+# Jax reads it when it computes for the first time: compiling takes longer than all that is computed here.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ.setdefault("XLA_FLAGS", f"{_FLAGS} --xla_cpu_use_fusion_emitters=false")
 
 Tensors = dict[Any, torch.Tensor]
 Gradients = Callable[[int], dict[Any, numpy.ndarray]]
@@ -122,6 +132,54 @@ def train_buffers(mesh: Mesh, make: Make, dtype: torch.dtype, grads_at: Gradient
         params = optim.apply_updates(params, updates)
     whole = {name: buffer.redistribute([mf.Replicate()] * mesh.ndim) for name, buffer in params.items()}
     return {(name, i): whole[name].get_tensor_view(i) for name, i in KEYS}
+
+
+def matrices_of(params: dict) -> dict:
+    return {key: param.ndim > 1 for key, param in params.items()}
+
+
+def with_nans(step: int) -> dict[Any, numpy.ndarray]:
+    """Not finite at step 3, and at steps 8 to 13: more than two in a row."""
+    grads = gradients(step)
+    if step == 3 or 8 <= step <= 13:
+        grads["b", 1][0] = numpy.inf if step % 2 else numpy.nan
+    return grads
+
+
+def late_nans(step: int) -> dict[Any, numpy.ndarray]:
+    """Not finite twice in a row only."""
+    return gradients(step) if step % 3 == 0 else with_nans(8)
+
+
+def corrected_muon(owners: Any) -> optim.GradientTransformation[Any]:
+    muon = optim.scale_by_muon(
+        owner_layout=owners,
+        bias_correction=True,
+        orthogonalize=lambda x: optim.newton_schulz(x, eps=0.0),
+        stack_equal_shapes=False,
+    )
+    rate = optim.scale_by_learning_rate(0.1)
+    return optim.partition((MATRICES, optim.chain(muon, rate)), (VECTORS, rate))
+
+
+def decayed_adam(_: Any) -> optim.GradientTransformation[Any]:
+    return optim.chain(
+        optim.clip_by_global_norm(5.0),
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.3, matrices_of),
+        optim.scale_by_learning_rate(optim.warmup_cosine_decay_schedule(*SCHEDULE)),
+    )
+
+
+def skipping(_: Any) -> optim.GradientTransformation[Any]:
+    return optim.apply_if_finite(optim.chain(optim.clip_by_global_norm(5.0), optim.adamw(0.1)), 5)
+
+
+def train_on_ranks(rank: int, make: Make, grads_at: Gradients) -> Tensors:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = mf.as_mesh(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return train_buffers(mesh, make, torch.float64, grads_at, STEPS)
 
 
 def assert_equal(actual: Tensors, expected: Tensors, atol: float) -> None:

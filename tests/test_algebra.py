@@ -3,7 +3,6 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 
@@ -13,14 +12,21 @@ from mfsdp_func.values.mesh import Mesh
 from tests.algebra import (
     KEYS,
     MATRICES,
-    STEPS,
+    SCHEDULE,
+    VECTORS,
     Make,
     assert_equal,
+    corrected_muon,
+    decayed_adam,
     draw,
     gradients,
+    late_nans,
+    matrices_of,
     on_mesh,
+    skipping,
     tensors,
-    train_buffers,
+    train_on_ranks,
+    with_nans,
     with_optax,
     with_tensors,
 )
@@ -29,42 +35,12 @@ from tests.spawn import RankPool
 jax, optax = (pytest.importorskip(name) for name in ("jax", "optax"))
 
 ATOL = {torch.float64: 1e-12, torch.float32: 2e-5}
-SCHEDULE = (0.0, 0.1, 4, 16, 0.01)
-VECTORS = [key for key in KEYS if key not in MATRICES]
-
-
-def matrices_of(params: dict) -> dict:
-    return {key: param.ndim > 1 for key, param in params.items()}
-
-
-def with_nans(step: int) -> dict[Any, numpy.ndarray]:
-    """Not finite at step 3, and at steps 8 to 13: more than two in a row."""
-    grads = gradients(step)
-    if step == 3 or 8 <= step <= 13:
-        grads["b", 1][0] = numpy.inf if step % 2 else numpy.nan
-    return grads
-
-
-def late_nans(step: int) -> dict[Any, numpy.ndarray]:
-    """Not finite twice in a row only."""
-    return gradients(step) if step % 3 == 0 else with_nans(8)
 
 
 class Case(NamedTuple):
     ours: Make
     theirs: Any
     grads_at: Any = gradients
-
-
-def corrected_muon(owners: Any) -> optim.GradientTransformation[Any]:
-    muon = optim.scale_by_muon(
-        owner_layout=owners,
-        bias_correction=True,
-        orthogonalize=lambda x: optim.newton_schulz(x, eps=0.0),
-        stack_equal_shapes=False,
-    )
-    rate = optim.scale_by_learning_rate(0.1)
-    return optim.partition((MATRICES, optim.chain(muon, rate)), (VECTORS, rate))
 
 
 def wide(schedule: Any) -> Any:
@@ -98,12 +74,7 @@ CASES = {
         optax.chain(optax.adamw(0.1, weight_decay=0.01), optax.clip_by_global_norm(0.5)),
     ),
     "decay mask and schedule": Case(
-        lambda _: optim.chain(
-            optim.clip_by_global_norm(5.0),
-            optim.scale_by_adam(),
-            optim.add_decayed_weights(0.3, matrices_of),
-            optim.scale_by_learning_rate(optim.warmup_cosine_decay_schedule(*SCHEDULE)),
-        ),
+        decayed_adam,
         optax.chain(
             optax.clip_by_global_norm(5.0),
             optax.scale_by_adam(),
@@ -112,7 +83,7 @@ CASES = {
         ),
     ),
     "skip": Case(
-        lambda _: optim.apply_if_finite(optim.chain(optim.clip_by_global_norm(5.0), optim.adamw(0.1)), 5),
+        skipping,
         optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(5.0), optax.adamw(0.1, weight_decay=0.01)), 5),
         late_nans,
     ),
@@ -197,29 +168,22 @@ def test_buffers_are_trained_as_by_optax(name: str, shape: Any) -> None:
         assert_equal(params, expected, ATOL[torch.float64])
 
 
-def train_case(rank: int, name: str) -> dict:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = mf.as_mesh(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    case = CASES[name]
-    return train_buffers(mesh, case.ours, torch.float64, case.grads_at, STEPS)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["decay mask and schedule", "skip", "muon"])
 def test_real_ranks(ranks2: RankPool, ranks4: RankPool, name: str) -> None:
     expected = trained_by_optax(name, torch.float64)
     for ranks in (ranks2, ranks4):
-        for params in ranks.run(train_case, name):
+        for params in ranks.run(train_on_ranks, CASES[name].ours, CASES[name].grads_at):
             assert_equal(params, expected, ATOL[torch.float64])
 
 
 def test_muon_with_and_without_bias_correction_differ() -> None:
-    """Which is why the default is torch's and the other is asked for."""
+    """By up to 0.04 after 20 steps of rate 0.1: which is why the default is torch's and the other is asked for."""
     with_correction = with_tensors(corrected_muon(None))
     plain = optim.chain(optim.scale_by_muon(), optim.scale_by_learning_rate(0.1))
     without = with_tensors(optim.partition((MATRICES, plain), (VECTORS, optim.scale(-0.1))))
-    assert max(float((without[key] - with_correction[key]).abs().max()) for key in MATRICES) > 0.01
+    differences = [float((without[key] - with_correction[key]).abs().max()) for key in MATRICES]
+    assert max(differences) == pytest.approx(0.0404, abs=1e-4)
 
 
 SCHEDULES = {
@@ -316,7 +280,14 @@ def test_hyperparameters_are_changed_in_the_state() -> None:
     optimizer = optim.inject_hyperparams(optim.muon)(0.1, momentum=0.9, weight_decay=0.5)
     params = {"w": torch.eye(2, dtype=torch.float64)}
     state = optimizer.init(params)
-    assert sorted(state.hyperparams) == ["eps", "learning_rate", "momentum", "ns_coefficients", "weight_decay"]
+    assert sorted(state.hyperparams) == [
+        "eps",
+        "learning_rate",
+        "local_scale",
+        "momentum",
+        "ns_coefficients",
+        "weight_decay",
+    ]
     state.hyperparams["weight_decay"] = torch.tensor(0.0)
     updates, state = optimizer.update(params, state, params)
     plain = optim.muon(0.1, momentum=0.9)

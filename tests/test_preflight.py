@@ -10,6 +10,7 @@ import torch
 
 import mfsdp_func as mf
 from mfsdp_func.__main__ import main
+from mfsdp_func.optim.routed import BYTE_COST
 from mfsdp_func.preflight.advice import advise
 from mfsdp_func.preflight.command import preflights
 from mfsdp_func.preflight.hardware import TABLE, read_hardware
@@ -210,6 +211,12 @@ def test_hardware_is_sourced_and_overridable(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ValueError, match="hardware: "):
             read_hardware(file)
+
+
+def test_the_usual_price_of_a_byte_is_that_of_links_inside_a_node() -> None:
+    ratios = {name: one.flops * one.efficiency / one.inside_bandwidth for name, one in TABLE.items() if name != "gloo"}
+    assert (min(ratios.values()), max(ratios.values())) == (520.0, pytest.approx(1458.7, abs=0.1))
+    assert min(ratios.values()) < BYTE_COST < max(ratios.values())
 
 
 def test_owner_layouts_are_those_of_the_mesh() -> None:

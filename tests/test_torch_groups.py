@@ -1,5 +1,6 @@
 """Groups of the torch optimizer: their settings, their buffers, and what they decide for all ranks."""
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import mfsdp_func as mf
 from mfsdp_func import optim
 from mfsdp_func.values.mesh import Mesh
 from tests.algebra import KEYS, MATRICES, buffers, draw, gradients, owners_of, tensors, with_tensors
+from tests.spawn import RankPool
 
 ROWS = mf.RowAtomic()
 VECTORS = [key for key in KEYS if key not in MATRICES]
@@ -185,6 +187,62 @@ def test_norms_are_clipped_over_all_ranks(norm_type: float) -> None:
     for before, after in mf.simulate(program, 4).results.values():
         assert before == pytest.approx(true)
         assert after == pytest.approx(1.0, rel=1e-5)
+
+
+def clip_and_scale(rank: int) -> list[tuple[float, float, bool, float]]:
+    """An FSDP2 model and its dense twin: norms, differences after clipped steps, whether an inf on one rank skipped all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    twin = copy.deepcopy(module)
+    fully_shard(module, mesh=mesh)
+    matrices = {name: param for name, param in module.named_parameters() if param.dim() > 1}
+    vectors = [param for param in module.parameters() if param.dim() == 1]
+    muon = partial(optim.muon, owner_layout=optim.owners_of(matrices, mesh))
+    groups = [{"params": {(name, 0): param for name, param in matrices.items()}, "transformation": muon}]
+    optimizer = optim.TorchOptimizer([*groups, {"params": vectors}], optim.adamw, lr=0.1)
+    dense = optim.TorchOptimizer(
+        [
+            {"params": [param for param in twin.parameters() if param.dim() > 1], "transformation": optim.muon},
+            {"params": [param for param in twin.parameters() if param.dim() == 1]},
+        ],
+        optim.adamw,
+        lr=0.1,
+    )
+    scaler, batch = optim.GradScaler("cpu", init_scale=8.0), torch.randn(5, 6, dtype=torch.float64)
+    found: list[tuple[float, float, bool, float]] = []
+    for step in range(3):
+        for one in (optimizer, dense):
+            one.zero_grad()
+        scaler.scale(module(batch).square().mean()).backward()
+        if step == 1 and rank == 1:
+            vectors[0].grad.to_local()[:1] = math.inf
+        before = [param.to_local().clone() for param in module.parameters()]
+        scaler.unscale_(optimizer)
+        norm = float(optimizer.clip_grad_norm_(0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, b.to_local()) for a, b in zip(before, module.parameters(), strict=True))
+        if step != 1:
+            twin(batch).square().mean().backward()
+            expected = float(nn.utils.clip_grad_norm_(twin.parameters(), 0.5))
+            dense.step()
+        pairs = zip(module.parameters(), twin.parameters(), strict=True)
+        difference = max(float((param.full_tensor() - whole).detach().abs().max()) for param, whole in pairs)
+        found.append((abs(norm - expected), difference, same, scaler.get_scale()))
+    return found
+
+
+@pytest.mark.distributed
+def test_dtensors_of_fsdp2_are_clipped_and_skipped_by_all_ranks(ranks2: RankPool) -> None:
+    for first, skipped, last in ranks2.run(clip_and_scale):
+        for norm, difference, same, _ in (first, last):
+            assert (norm, difference) == (pytest.approx(0, abs=1e-10), pytest.approx(0, abs=1e-10))
+            assert not same
+        assert skipped[1:] == (pytest.approx(0, abs=1e-10), True, 4.0)
 
 
 def test_norms_of_plain_shards() -> None:

@@ -29,7 +29,11 @@ by a function that takes ``owner_layout=`` and ``blocks=``, as ``functools.parti
 """
 
 BYTE_COST = 1000.0
-"""Floating-point operations that a rank could do while it moves one byte: what even work is worth."""
+"""Floating-point operations that a rank could do while it sends one byte to another of its node.
+
+For the accelerators of the pre-flight check's hardware table, half of the peak over the bandwidth inside a node is 520 to
+1,460 (A100 to MI300X; H100 1,100). Between nodes it is about 6,000 to 22,500, for gloo on a laptop's cores about 33.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def from_route(
     adamw: Chosen | None = None,
     blocks: Mapping[str, Choice] | None = None,
     names: Names | None = None,
+    byte_cost: float = BYTE_COST,
 ) -> GradientTransformation[Any]:
     """One transformation for the dict of buffers that `fully_shard` returns, each parameter as the route says.
 
@@ -93,13 +98,16 @@ def from_route(
         blocks: name pattern -> block spec, over what the route says; see `Route.override`.
         names: ``apply.names``. Only needed where parameters were frozen or thawed after the route was made, or names do
             not tell to which buffer they belong.
+        byte_cost: the work that a rank could do while it sends one byte: the more, the less owners move and the less even
+            their work is. ``mfsdp_func.preflight(byte_cost=)`` shows what comes of it.
 
     Raises:
         ValueError: if a parameter has no line in the route or a line no parameter, a pattern matches nothing, or an
             optimizer that the route names is not given.
         TypeError: if `muon` or `adamw` is none of `Chosen`.
     """
-    return plan_route(route, params, blocks=blocks, names=names).transformation(muon=muon, adamw=adamw)
+    plan = plan_route(route, params, blocks=blocks, names=names, byte_cost=byte_cost)
+    return plan.transformation(muon=muon, adamw=adamw)
 
 
 def plan_route(
@@ -108,6 +116,7 @@ def plan_route(
     *,
     blocks: Mapping[str, Choice] | None = None,
     names: Names | None = None,
+    byte_cost: float = BYTE_COST,
 ) -> RoutePlan:
     """What `from_route` works out before it knows optimizers: for code that makes these anew in every step.
 
@@ -117,7 +126,7 @@ def plan_route(
     specs = tuple((key, buffer.spec) for key, buffer in params.items())
     told = None if names is None else tuple((key, tuple(map(str, names[key]))) for key, _ in specs)
     dtypes = tuple(buffer.dtype for buffer in params.values())
-    return _planned(route.override(blocks or {}), specs, dtypes, told)
+    return _planned(route.override(blocks or {}), specs, dtypes, told, byte_cost)
 
 
 @lru_cache(maxsize=64)
@@ -126,6 +135,7 @@ def _planned(
     specs: tuple[tuple[str, BufferSpec], ...],
     dtypes: tuple[torch.dtype, ...],
     told: tuple[tuple[str, tuple[str, ...]], ...] | None,
+    byte_cost: float,
 ) -> RoutePlan:
     places = names_of_groups(route, dict(specs)) if told is None else dict(told)
     lines = {line.name: line for line in route.lines}
@@ -156,12 +166,15 @@ def _planned(
             " fully_shard returned, and the route of the same module"
         )
     named = dict(specs)
-    owners, trade = _owners(finer, named, dict(zip(named, dtypes, strict=True)))
+    owners, trade = _owners(finer, named, dict(zip(named, dtypes, strict=True)), byte_cost)
     return RoutePlan(route, owners, finer, frozenset(adamw), frozenset(muon), trade)
 
 
 def _owners(
-    finer: Mapping[str, BlockLayout], specs: Mapping[str, BufferSpec], dtypes: Mapping[str, torch.dtype]
+    finer: Mapping[str, BlockLayout],
+    specs: Mapping[str, BufferSpec],
+    dtypes: Mapping[str, torch.dtype],
+    byte_cost: float,
 ) -> tuple[dict[str, GroupOwnerLayout], Trade | None]:
     costs = {key: layout.costs() for key, layout in finer.items()}
     if any(isinstance(placement, TensorAtomic) for key in finer for placement in specs[key].placements):
@@ -174,7 +187,7 @@ def _owners(
         work = [
             WorkGroup(layout.fine, specs[key].mesh, costs[key], specs[key].placements) for key, layout in finer.items()
         ]
-        chosen, trade, _ = balance_owner_work(work, list(costs.values()), byte_cost=BYTE_COST)
+        chosen, trade, _ = balance_owner_work(work, list(costs.values()), byte_cost=byte_cost)
     owners = {
         key: GroupOwnerLayout(
             specs[key].mesh, finer[key].fine, owner, specs[key].placements, key or "root", dtype=dtypes[key]
