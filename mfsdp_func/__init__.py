@@ -11,6 +11,7 @@ from mfsdp_func.operations.norm import global_norm
 from mfsdp_func.operations.pipeline import pipeline
 from mfsdp_func.plans.plan import Plan
 from mfsdp_func.preflight import Preflight, preflight
+from mfsdp_func.simulation.choices import PCT
 from mfsdp_func.simulation.errors import SimulationError, SlowRankWarning
 from mfsdp_func.simulation.results import Simulation
 from mfsdp_func.simulation.simulate import simulate
@@ -40,6 +41,7 @@ from mfsdp_func.values.placement import (
 from mfsdp_func.values.ranges import Range, intersect_ranges
 
 __all__ = [
+    "PCT",
     "BlockAtomic",
     "BufferSpec",
     "DBuffer",

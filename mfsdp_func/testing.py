@@ -6,6 +6,8 @@ In a project's tests::
 
     def test_my_step(simulated):
         results, trace = simulated(my_program, 8)
+
+It takes the keywords of `simulate`: ``simulated(my_program, 8, carrier="nccl", choices=tape)``.
 """
 
 from collections.abc import Callable

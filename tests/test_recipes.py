@@ -45,4 +45,4 @@ def test_checkpoint_on_other_ranks(launcher: list[str], ranks: int) -> None:
 
 def test_unit_test_on_a_simulated_mesh() -> None:
     path = RECIPES / "test_simulated_mesh.py"
-    assert "1 passed" in run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)])
+    assert "10 passed" in run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)])

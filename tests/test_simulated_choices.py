@@ -11,7 +11,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 import mfsdp_func as mf
-from mfsdp_func.simulation.choices import PCT, Tape
+from mfsdp_func.simulation.choices import Tape
 from mfsdp_func.testing import simulated  # noqa: F401  # a fixture
 from mfsdp_func.values.mesh import Mesh
 from tests.test_simulated import check_step, group, shards, step
@@ -32,7 +32,7 @@ def fails(program: Callable[[Mesh], Any], shape: Any, **keywords: Any) -> str:
 
 
 def test_a_tape_gives_the_run_that_it_was_taken_from() -> None:
-    for choices in (3, PCT(3, 2), [1, 2, 3, 4, 5, 6]):
+    for choices in (3, mf.PCT(3, 2), [1, 2, 3, 4, 5, 6]):
         first = mf.simulate(step, 3, choices=choices, memory="live")
         again = mf.simulate(step, 3, choices=first.tape, memory="live")
         assert again.trace == first.trace
@@ -63,9 +63,9 @@ def test_any_tape_gives_the_same_results(tape: list[int], carrier: Any, memory: 
 def test_pct_lowers_the_first_at_the_moments_it_drew() -> None:
     """Without such moments one order of all actors holds to the end; with one, the first becomes the last."""
     for seed in range(20):
-        tape = Tape(PCT(seed, depth=1))
+        tape = Tape(mf.PCT(seed, depth=1))
         assert len({tape.choose(("a", "b", "c")) for _ in range(30)}) == 1
-        tape = Tape(PCT(seed, depth=2, steps=10))
+        tape = Tape(mf.PCT(seed, depth=2, steps=10))
         taken = [tape.choose(("a", "b", "c")) for _ in range(11)]
         assert len(set(taken)) == 2
         assert sum(before != after for before, after in pairwise(taken)) <= 1
@@ -111,7 +111,7 @@ def test_a_failure_tells_the_line_that_replays_it() -> None:
 
 
 def test_the_fixture_takes_the_keywords(simulated: Callable[..., Any]) -> None:  # noqa: F811
-    results, _ = simulated(step, 2, carrier="nccl", choices=PCT(1, 2), memory="live")
+    results, _ = simulated(step, 2, carrier="nccl", choices=mf.PCT(1, 2), memory="live")
     for rank, parts in results.items():
         check_step(parts, group(Mesh(2, rank=rank)))
 
