@@ -48,6 +48,8 @@ def round_trip(rank: int, shape: tuple[int, ...], kind: str) -> None:
     owners = {name: n % mesh.size() for n, name in enumerate(names)}
     shard = WHOLE if kind == "owners" else ROWS
     placements = [FULL] * (len(shape) - 1) + [FULL if kind == "replicas" else shard]
+    if both := kind.startswith("both"):
+        placements, kind = [ROWS] * len(shape), kind.removeprefix("both ")
     context = mf.FsdpContext(
         parameter_to_owner=owners if kind == "owners" else None,
         shard_layout=mf.ShardLayout(kind) if kind in ("padded", "unpadded", "balanced") else mf.ShardLayout.PADDED,
@@ -64,8 +66,9 @@ def round_trip(rank: int, shape: tuple[int, ...], kind: str) -> None:
     for block in sharded.blocks:
         fsdp2(block, mesh=mesh)
     fsdp2(sharded, mesh=mesh)
-    if kind == "replicas":
-        dtensors: dict[str, Any] = {n: distribute_tensor(p, mesh, [Replicate()]) for n, p in whole.named_parameters()}
+    by_hand = {"replicas": [Replicate()]}.get(kind) or ([Shard(0)] * len(shape) if both else None)
+    if by_hand:
+        dtensors: dict[str, Any] = {n: distribute_tensor(p, mesh, by_hand) for n, p in whole.named_parameters()}
     else:
         dtensors = dict(sharded.named_parameters())
     with pytest.raises(TypeError, match=r"sharded by torch\.distributed\.fsdp already.*from_dtensors"):
@@ -91,7 +94,7 @@ def round_trip(rank: int, shape: tuple[int, ...], kind: str) -> None:
     half = cases.scaled(params, 0.5)
     loaded = apply.to_dtensors(half)
     expected = apply(half, words)
-    if kind != "replicas":
+    if not by_hand:
         for load in (sharded.load_state_dict, lambda state: set_model_state_dict(sharded, state)):
             torch.nn.Module.load_state_dict(sharded, {n: t * 0 for n, t in get_model_state_dict(sharded).items()})
             load(loaded)
@@ -114,11 +117,19 @@ def test_round_trip_on_two(kind: str, ranks2: RankPool) -> None:
     ranks2.run(round_trip, (2,), kind)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"), [((4,), "padded"), ((4,), "unpadded"), ((4,), "owners"), ((2, 2), "balanced")], ids=str
-)
-def test_round_trip_on_four(shape: tuple[int, ...], kind: str, ranks4: RankPool) -> None:
-    ranks4.run(round_trip, shape, kind)
+ON_FOUR = [
+    (4, "padded"),
+    (4, "unpadded"),
+    (4, "owners"),
+    ("2x2", "balanced"),
+    ("2x2", "both padded"),
+    ("2x2", "both balanced"),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind"), ON_FOUR)
+def test_round_trip_on_four(shape: int | str, kind: str, ranks4: RankPool) -> None:
+    ranks4.run(round_trip, (4,) if shape == 4 else (2, 2), kind)
 
 
 def refuse(rank: int, world_size: int) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 from typing import Any
 
@@ -32,18 +33,25 @@ Tensors = dict[int, torch.Tensor]
 
 @given(st.data())
 def test_the_plan_to_dtensors_ends_in_the_chunks_of_torch(data: st.DataObject) -> None:
-    """Rank k of a line gets the k-th of `Tensor.chunk`, whatever rows it held."""
-    count = data.draw(st.integers(1, 9))
+    """Rank k of a line gets the k-th of `Tensor.chunk`, whatever rows it held; of two axes, chunks of chunks."""
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    count = math.prod(sizes)
     layout = data.draw(strategies.layouts(count).filter(lambda layout: len(layout.tensor_shapes) > 0))
     i = data.draw(st.integers(0, len(layout.tensor_shapes) - 1))
     shape = layout.tensor_shapes[i]
     elements = torch.arange(shape.numel()).view(shape)
-    chunks = [chunk.reshape(-1).tolist() for chunk in elements.chunk(count)] if shape[0] else []
     for rank in range(count):
-        plan = chunk_plan(Mesh(count, rank=rank), (0,), layout, i)
-        mine = plan.groups[0].target.get_segment(rank, count)
-        wanted = chunks[rank] if rank < len(chunks) else []
-        assert list(range(mine.start, mine.end)) == wanted
+        mesh, chunk = Mesh(sizes, rank=rank), elements
+        for size, k in zip(sizes, mesh.coordinate(), strict=True):
+            mine = chunk.chunk(size)[k:][:1] if chunk.numel() else ()
+            chunk = mine[0] if mine else chunk[:0]
+        (group,) = chunk_plan(mesh, tuple(range(len(sizes))), layout, i).groups
+        k = mesh.shard_index(tuple(range(len(sizes))))
+        held = group.target.tensors_in(group.target.get_segment(k, count))
+        starts = [group.source.tensor_to_offset[n] + part.start for n, part in held]
+        assert [list(range(s, s + part.numel)) for s, (_, part) in zip(starts, held, strict=True)] == (
+            [chunk.flatten().tolist()] if chunk.numel() else []
+        )
 
 
 # Pipelines.

@@ -330,7 +330,7 @@ class ShardedModule:
         otherwise.
 
         Raises:
-            NotImplementedError: where DTensor has no such order of shards; see `DBuffer.get_dtensor`.
+            NotImplementedError: on a mesh that lists ranks in descending order; see `DBuffer.get_dtensor`.
             RuntimeError: on a mesh without process groups.
         """
         sharded_params, _ = self._split(sharded_params)
