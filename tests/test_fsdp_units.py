@@ -14,6 +14,7 @@ import mfsdp_func as mf
 from mfsdp_func.fsdp import Escape
 from tests import fsdp_cases as cases
 from tests.fsdp_cases import FULL, ROWS, WHOLE, loss_of, net, number, on_each, place
+from tests.meshes import RunOnMesh
 from tests.spawn import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::mfsdp_func.PaddingWarning")
@@ -193,6 +194,75 @@ def test_an_order_that_changes_is_followed() -> None:
             cases.assert_same(apply.gather_parameters(got), expected)
 
     mf.simulate(program, 2)
+
+
+class Experts(nn.Module):
+    """Runs the units that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for n in which:
+            x = torch.tanh(self.experts[n](x))
+        return self.last(x).sum()
+
+
+def skipped_on_one_rank(mesh: mf.Mesh, ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
+    torch.manual_seed(0)
+    apply, params = mf.fully_shard(Experts(), mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]))
+    apply(params, torch.ones(2, 4), (0, 1, 2))  # from now on, gathers start early
+    which = ours if mesh.get_rank() == 0 else theirs
+    try:
+        grad(lambda params: apply(params, torch.ones(2, 4), which))(params)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "names"),
+    [
+        ((0, 1, 2), (0, 2), ("experts.1", "experts.2")),
+        ((0, 2), (0, 1, 2), ("experts.1", "experts.2")),
+        ((0, 1, 2), (0, 1), ("experts.2", "last")),
+        ((0, 1), (0, 2, 1), ("experts.1", "experts.2")),
+    ],
+)
+def test_a_unit_that_one_rank_skips_is_named(
+    ours: tuple[int, ...], theirs: tuple[int, ...], names: tuple[str, str], run_on_mesh: RunOnMesh
+) -> None:
+    for message in run_on_mesh(skipped_on_one_rank, 2, ours, theirs, check=True).values():
+        assert all(f"unit {name!r} on ranks" in message for name in names), message
+
+
+def interrupted(mesh: mf.Mesh, how: str) -> None:
+    torch.manual_seed(0)
+    module, x = Experts(), torch.ones(2, 4)
+    context = mf.FsdpContext(shard_layout=mf.ShardLayout.BALANCED)
+    apply, params = mf.fully_shard(module, mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]), context=context)
+    weights = {name: param.detach() for name, param in module.named_parameters()}
+    expected = grad(lambda w: torch.func.functional_call(module, w, (x, (0, 1, 2))))(weights)
+    apply(params, x, (0, 1, 2))
+    for _ in range(2):  # the gather of what comes next is in flight, and nobody takes it
+        if how == "raises":
+            with pytest.raises((IndexError, AttributeError)):
+                apply(params, x, (0, 1, 7))
+        elif how == "raises in grad":
+            with pytest.raises((IndexError, AttributeError)):
+                grad(lambda params: apply(params, x, (0, 1, 7)))(params)
+        else:
+            apply(params, x, (0,))
+        got = grad(lambda params: apply(params, x, (0, 1, 2)))(params)
+        cases.assert_same(apply.gather_parameters(got), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["ends early", "raises", "raises in grad"])
+def test_after_a_pass_that_ended_early(how: str, run_on_mesh: RunOnMesh) -> None:
+    run_on_mesh(interrupted, 2, how)
 
 
 class Bad(nn.Module):

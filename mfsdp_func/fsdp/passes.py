@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mfsdp_func.effects.agreement import agree, checking
+from mfsdp_func.effects.carrier import Call
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.effects.torch_internals import is_untransformed, unwrapped
 from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.grouping import Unit
@@ -100,6 +103,8 @@ class Pass:
                 results = forward(*args, **kwargs)
             self._check_unwritten([unit])
             return results
+        if checking() and not is_traced([buffer.local_buffer for buffer in self.params.values()]):
+            self._agree_on(unit)
         whole = {
             path.removeprefix(f"{unit.name}.").lstrip("."): self.ignored[name]
             for path, name in self.arrangement.ignored.items()
@@ -141,6 +146,15 @@ class Pass:
         around = [*others, *(buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None)]
         outputs = self._call(index, inputs, compute, placed, around)
         return structure[0](outputs)
+
+    def _agree_on(self, unit: Unit) -> None:
+        """Compare with the other ranks which unit runs now, before any of them gathers what another does not.
+
+        Raises:
+            ValueError: on every rank, if they run different ones, or one of them is done.
+        """
+        mesh = self.param_groups[unit.groups[0]].spec.mesh
+        agree(carrier_of(mesh), Call(f"unit {unit.name!r}", "", mesh, None, (), None, True))
 
     def _call(
         self,
