@@ -197,12 +197,12 @@ def test_an_order_that_changes_is_followed() -> None:
 
 
 class Experts(nn.Module):
-    """Runs the units that it is told."""
+    """Runs the units that it is told. No number of ranks divides their rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.first, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(5, 5, bias=False) for _ in range(3)])
 
     def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
         x = self.first(x)
@@ -214,10 +214,10 @@ class Experts(nn.Module):
 def skipped_on_one_rank(mesh: mf.Mesh, ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
     torch.manual_seed(0)
     apply, params = mf.fully_shard(Experts(), mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]))
-    apply(params, torch.ones(2, 4), (0, 1, 2))  # from now on, gathers start early
+    apply(params, torch.ones(2, 5), (0, 1, 2))  # from now on, gathers start early
     which = ours if mesh.get_rank() == 0 else theirs
     try:
-        grad(lambda params: apply(params, torch.ones(2, 4), which))(params)
+        grad(lambda params: apply(params, torch.ones(2, 5), which))(params)
     except ValueError as error:
         return str(error)
     return ""
@@ -241,7 +241,7 @@ def test_a_unit_that_one_rank_skips_is_named(
 
 def interrupted(mesh: mf.Mesh, how: str) -> None:
     torch.manual_seed(0)
-    module, x = Experts(), torch.ones(2, 4)
+    module, x = Experts(), torch.ones(2, 5)
     context = mf.FsdpContext(shard_layout=mf.ShardLayout.BALANCED)
     apply, params = mf.fully_shard(module, mesh, mf.Placements(0, [ROWS], [ROWS], [ROWS]), context=context)
     weights = {name: param.detach() for name, param in module.named_parameters()}
@@ -256,6 +256,7 @@ def interrupted(mesh: mf.Mesh, how: str) -> None:
                 grad(lambda params: apply(params, x, (0, 1, 7)))(params)
         else:
             apply(params, x, (0,))
+        assert apply._cache._entries
         got = grad(lambda params: apply(params, x, (0, 1, 2)))(params)
         cases.assert_same(apply.gather_parameters(got), expected, rtol=1e-6, atol=1e-6)
 
