@@ -1,7 +1,10 @@
 """A unit's forward runs once: what it does in Python counts once, and the gradients are the dense ones, bit for bit."""
 
 import copy
+import functools
 import random
+import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
@@ -518,6 +522,113 @@ def test_functions_that_hold_the_module(how: str) -> None:
     on_each((1,), program)
 
 
+def wrapped(layer: nn.Module) -> None:
+    before = layer.forward
+    layer.forward = lambda x: before(x) * 3
+
+
+def bound(layer: nn.Module) -> None:
+    layer.forward = types.MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 3, layer)
+
+
+def by_partial(layer: nn.Module) -> None:
+    layer.forward = functools.partial(lambda layer, x: nn.functional.linear(x, layer.weight) * 3, layer)
+
+
+def by_default(layer: nn.Module) -> None:
+    layer.forwards = {"plain": layer.forward}
+    layer.forward = lambda x, every=layer.forwards: every["plain"](x) * 2
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.T
+
+
+SET: dict[str, Callable[[nn.Module], Any]] = {
+    "a hook": lambda layer: layer.register_forward_hook(lambda module, args, output: output * 2),
+    "a hook before": lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "a parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "a wrapped forward": wrapped,
+    "a bound forward": bound,
+    "a partial": by_partial,
+    "a default": by_default,
+    "a backward hook": lambda layer: layer.register_full_backward_hook(lambda module, before, after: (before[0] * 2,)),
+    "a backward hook before": lambda layer: layer.register_full_backward_pre_hook(
+        lambda module, after: (after[0] * 2,)
+    ),
+}
+
+
+def with_set(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Sums())
+    SET[kind](module[1])
+    return module
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", SET)
+def test_what_is_set_on_a_module_before_stays(kind: str, how: str) -> None:
+    x, expected = torch.ones(2, 4), dense_gradients(with_set(kind), torch.ones(2, 4))
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(with_set(kind), mesh, place(mesh, "one"))
+        if "backward" in kind and how == "grad":
+            with pytest.raises(RuntimeError, match=r"module '1' has backward hooks, which torch runs in backward\(\)"):
+                gradients_of(apply, params, how, x)
+        else:
+            cases.assert_same(gradients_of(apply, params, how, x), expected)
+
+    on_each((1,), program)
+
+
+class Lists(nn.Module):
+    """Parameters in a list, which does not run, and as attributes and items that are no parameters' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = pytest.importorskip("transformers.modeling_outputs").BaseModelOutput
+        self.own, self.listed = (
+            nn.Parameter(torch.ones(4)),
+            nn.ParameterList([nn.Parameter(torch.ones(4) * n) for n in (2, 3)]),
+        )
+        self.more = [self.own, self.listed[1]]
+        object.__setattr__(self, "other", self.listed[0])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * self.listed[0] + sum(self.more) * self.other
+        return self.output(last_hidden_state=y, hidden_states=(y * self.own,))
+
+
+class ListsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([Lists()]), Lists()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.last):
+            output = layer(x)
+            assert type(output) is layer.output
+            x = output.last_hidden_state + output.hidden_states[0]
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_parameters_in_lists(how: str) -> None:
+    """In a unit and in a module that is held; and results of transformers' kind."""
+    x = torch.randn(2, 4)
+    expected = dense_gradients(ListsInside(), x)
+    for roles in ("one", "zero2"):
+
+        def program(mesh: mf.Mesh, roles: str = roles) -> None:
+            apply, params = mf.fully_shard(ListsInside(), mesh, place(mesh, roles))
+            cases.assert_same(gradients_of(apply, params, how, x), expected, rtol=1e-6, atol=1e-6)
+
+        on_each(cases.ROLES[roles][0], program)
+
+
 LAYER = nn.Linear(4, 4)
 
 
@@ -532,6 +643,9 @@ class Global(nn.Module):
 
 def test_what_cannot_be_copied_is_refused_by_name() -> None:
     hooked, compiled = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Linear(4, 4))
     hooked.weight.register_hook(lambda gradient: gradient * 2)
     compiled[0].compile()
     rows = mf.Placements(0, [ROWS], [ROWS], [ROWS])
@@ -539,6 +653,11 @@ def test_what_cannot_be_copied_is_refused_by_name() -> None:
         (hooked, r"parameter 'weight' has tensor hooks"),
         (compiled, r"module '0' is compiled"),
         (nn.Sequential(torch.compile(nn.Linear(4, 4))), r"module '0' is compiled"),
+        (
+            nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
+            r"module '0' is scripted.*pass the module that was scripted",
+        ),
+        (nn.Sequential(old), r"module '0' keeps a differentiable tensor as 'weight'.*parametrizations"),
         (Global(), r"set on module '', refers to the module by the global name 'LAYER'"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -596,3 +715,35 @@ def test_micro_batches_on_two_axes() -> None:
     for own in labels.values():
         assert own.count("reduce_scatter over 'axis1'") == 9
         assert own.count("allreduce over 'axis0'") == 3
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16 compute", "autocast"])
+def test_a_checkpointed_llama(kind: str, how: str) -> None:
+    """Bit for bit as the dense one that computes likewise."""
+    models = pytest.importorskip("tests.test_fsdp_models")
+    model, x = models.model_of("llama").float().train(), models.words(1)[0]
+    model.gradient_checkpointing_enable()
+    if how == "grad":  # transformers marks inputs by a hook, which torch.func refuses
+        model.disable_input_require_grads()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return cases.loss_of(self.model(x).logits, x)
+
+    whole, autocast = Loss(), torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+    dense = copy.deepcopy(whole).bfloat16() if kind == "bfloat16 compute" else whole
+    with autocast:
+        expected = {name: gradient.float() for name, gradient in dense_gradients(dense, x).items()}
+
+    def program(mesh: mf.Mesh) -> None:
+        context = mf.FsdpContext(param_dtype=torch.bfloat16 if kind == "bfloat16 compute" else None)
+        apply, params = mf.fully_shard(whole, mesh, place(mesh, "two"), context=context)
+        with autocast:
+            cases.assert_same(gradients_of(apply, params, how, x), expected, rtol=0, atol=0)
+
+    on_each((2,), program)

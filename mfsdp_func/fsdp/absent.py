@@ -51,7 +51,7 @@ class AbsentParameter(torch.Tensor):
     Attributes:
         parameter_name: its qualified name.
         unit_name: the unit that gathers it.
-        find: gives the parameter where activation checkpointing runs a part of a pass again, in which it is gathered.
+        find: gives the parameter while it is gathered, to those who have this in a list or an attribute of their own.
     """
 
     _is_param = True  # for isinstance(..., nn.Parameter)

@@ -99,9 +99,9 @@ def group_parameters(
     """Split a module into units, and its physical parameters into groups.
 
     Units are the modules named by `units` (by default: the elements of every `nn.ModuleList`), and of the rest, each
-    outermost module that owns parameters directly and has no unit inside. Parameters that a module with units inside
-    owns directly form a held unit. Tied parameters are found by identity: the first name owns the entry. The parameters
-    named in `ignored` are left out.
+    outermost module that owns parameters directly and has no unit inside. Parameters that a module with units inside, or
+    one without a forward of its own (`nn.ParameterList`), owns directly form a held unit. Tied parameters are found by
+    identity: the first name owns the entry. The parameters named in `ignored` are left out.
 
     Raises:
         ValueError: if a unit does not exist, lies inside another, shares a module with another, or has no parameters.
@@ -187,7 +187,9 @@ def _walk(
         met.add(sub)
         has_units = any(inner in chosen for inner in sub.modules())
         owns = _owns(sub, left_out, recurse=False)
-        if sub not in chosen and (has_units or not owns):
+        # A ParameterList, say, does not run: others use what it has.
+        runs = "forward" in vars(sub) or getattr(type(sub), "forward", None) is not nn.Module.forward
+        if sub not in chosen and (has_units or not owns or not runs):
             if owns:
                 yield name, sub, True
             pending += [(f"{name}.{leaf}".lstrip("."), child) for leaf, child in reversed(list(sub.named_children()))]

@@ -111,6 +111,7 @@ class ShardedModule:
         }
         self._key = uuid.uuid4().hex
         self._state = PlainState(skeleton)
+        self._hooked = [n for n, sub in skeleton.named_modules() if sub._backward_hooks or sub._backward_pre_hooks]
         self._buffer_places: list[tuple[dict[str, Any], str]] = [
             (sub._buffers, leaf) for sub in skeleton.modules() for leaf, b in sub._buffers.items() if b is not None
         ]
@@ -428,6 +429,11 @@ class ShardedModule:
         kwargs: dict[str, Any],
         method: str = "__call__",
     ) -> Any:
+        if self._hooked and is_transformed():
+            raise RuntimeError(
+                f"apply under torch.func: module {self._hooked[0]!r} has backward hooks, which torch runs in backward()"
+                " alone; remove them, or differentiate by backward()"
+            )
         params, ignored = self._split(params)
         if accumulator is not None:
             self._arrangement.check(accumulator, "accumulator", accumulates=True)
@@ -467,7 +473,11 @@ class ShardedModule:
         return run.run_unit(index, forward, args, kwargs)
 
     def _find_held(self, name: str) -> torch.Tensor | None:
-        """A parameter that is gathered for a whole pass, where activation checkpointing runs a part of that again."""
+        """A parameter that is in its place now, or that a pass keeps of which activation checkpointing runs a part again."""
+        owner, _, leaf = name.rpartition(".")
+        placed = self._skeleton.get_submodule(owner)._parameters[leaf]
+        if not isinstance(placed, AbsentParameter):
+            return placed
         run = pass_of_backward(self._skeleton)
         return None if run is None else run.find_held(name)
 

@@ -4,7 +4,7 @@ import copy
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,11 +39,21 @@ def copy_without_parameters(module: nn.Module, device: torch.device, ignored: Co
         memo[id(param)] = nn.Parameter(value, param.requires_grad)
     own = {id(sub): name for name, sub in module.named_modules()}
     own |= {id(param): name for name, param in module.named_parameters()}
-    cells = _replace_functions(module, own, memo)
+    replaced = _replace_functions(module, own, memo)
     copied = copy.deepcopy(module, memo)
-    for cell, value in cells:
+    for cell, value in replaced.cells:
         cell.cell_contents = copy.deepcopy(value, memo)
+    for made, function in replaced.functions:
+        made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+        made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     return copied
+
+
+class _Replaced(NamedTuple):
+    """Cells and what belongs in them; functions and those whose defaults they get."""
+
+    cells: list[tuple[types.CellType, Any]]
+    functions: list[tuple[types.FunctionType, types.FunctionType]]
 
 
 def _check_module(name: str, sub: nn.Module) -> None:
@@ -53,6 +63,12 @@ def _check_module(name: str, sub: nn.Module) -> None:
             f"{where} is sharded by torch.distributed.fsdp already, and cannot be copied; pass a module that is not (on"
             " the meta device will do), and these values by apply.from_dtensors(dict(module.named_parameters()))"
         )
+    for leaf, value in sub.__dict__.items():
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            raise TypeError(
+                f"{where} keeps a differentiable tensor as {leaf!r}, which cannot be copied; detach it, and use"
+                " torch.nn.utils.parametrizations in the place of the old weight_norm and spectral_norm"
+            )
     if isinstance(sub, torch.jit.ScriptModule):
         raise TypeError(
             f"{where} is scripted, so that its parameters cannot be taken out; pass the module that was scripted"
@@ -64,11 +80,10 @@ def _check_module(name: str, sub: nn.Module) -> None:
         )
 
 
-def _replace_functions(
-    module: nn.Module, own: Mapping[int, str], memo: dict[int, Any]
-) -> list[tuple[types.CellType, Any]]:
-    """Put copies of functions whose closures hold the module into `memo`; their new cells and what belongs in them."""
+def _replace_functions(module: nn.Module, own: Mapping[int, str], memo: dict[int, Any]) -> _Replaced:
+    """Put copies of functions whose closures or defaults hold the module into `memo`, still empty."""
     cells: dict[int, tuple[types.CellType, Any]] = {}
+    replaced = _Replaced([], [])
     for name, sub in module.named_modules():
         for function in _functions(list(sub.__dict__.values()), set()):
             used = set(function.__code__.co_names)
@@ -88,13 +103,12 @@ def _replace_functions(
             made = types.FunctionType(
                 function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
             )
-            if function.__defaults__ and any(_holds(value, own) for value in function.__defaults__):
-                made.__defaults__ = tuple(copy.deepcopy(value, memo) for value in function.__defaults__)
-            made.__kwdefaults__ = function.__kwdefaults__
             made.__dict__.update(function.__dict__)
+            replaced.functions.append((made, function))
             memo[id(function)] = made
             memo.setdefault(id(memo), []).append(function)
-    return list(cells.values())
+    replaced.cells.extend(cells.values())
+    return replaced
 
 
 def _functions(values: list[Any], seen: set[int]) -> Iterator[types.FunctionType]:
@@ -124,7 +138,8 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
-    return [*map(_contents, function.__closure__ or ()), *(function.__defaults__ or ())]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*map(_contents, function.__closure__ or ()), *defaults]
 
 
 def _holds(value: Any, own: Mapping[int, str], depth: int = 4) -> bool:
