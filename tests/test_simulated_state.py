@@ -1,5 +1,7 @@
 """What a simulation takes from its caller, what it leaves behind, and where it refuses to run."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -224,6 +226,26 @@ def test_a_barrier_of_threads_is_named() -> None:
 def test_a_slow_rank_is_not_named_too_early() -> None:
     for warn_after in (60.0, None):
         mf.simulate(lambda mesh: threading.Event().wait(0.2), 2, warn_after=warn_after)
+
+
+FAKE_TENSORS = """
+import torch, mfsdp_func as mf
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def program(mesh):
+    with FakeTensorMode():
+        return torch.ones(2).add(1).shape
+
+for _ in range(20):
+    mf.simulate(program, 4)
+"""
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(), reason="needs a build for CUDA, and no device"
+)
+def test_fake_tensors_leave_nothing_of_a_rank_behind() -> None:
+    subprocess.run([sys.executable, "-c", FAKE_TENSORS], check=True, timeout=120)
 
 
 # Meshes of others.

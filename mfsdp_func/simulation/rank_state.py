@@ -82,6 +82,16 @@ def shared_dual_level() -> Generator[None, None, None]:
                 leave(level=0)
 
 
+def outlive_fake_devices() -> None:
+    """Let fake tensors of ranks leave nothing behind that ends with their threads.
+
+    A build for CUDA that finds no device replaces torch's device guard as the first fake tensor is made, by one that
+    belongs to the thread: what comes after that thread's end reads freed memory (seen on 2.11).
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage]
+
+
 @dataclass(frozen=True)
 class Modes:
     """Modes of a thread, in which others may run too."""

@@ -20,7 +20,7 @@ from mfsdp_func.simulation.errors import Aborted, Killed, SimulationError, SlowR
 from mfsdp_func.simulation.injection import Injection
 from mfsdp_func.simulation.network import Network
 from mfsdp_func.simulation.poison import PoisonMode
-from mfsdp_func.simulation.rank_state import Modes, ProcessState, shared_dual_level
+from mfsdp_func.simulation.rank_state import Modes, ProcessState, outlive_fake_devices, shared_dual_level
 from mfsdp_func.simulation.results import Simulation
 from mfsdp_func.simulation.settings import Settings
 from mfsdp_func.simulation.streams import RankStreams, record_on_streams
@@ -44,6 +44,7 @@ class World:
     def run(self, program: Callable[[Mesh], Result]) -> Simulation[Result]:
         """Run the program on every rank."""
         results: dict[int, Result] = {}
+        outlive_fake_devices()
         before, modes = ProcessState.current(), Modes.current()
         try:
             with shared_dual_level(), _enough_recompiles(self.mesh.size()):
