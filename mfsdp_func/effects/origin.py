@@ -93,13 +93,13 @@ class Origin:
 
 def origin_here(name: str, groups: Sequence[object]) -> Origin:
     """The origin of the call that is being made."""
-    return Origin(name, tuple(groups), _line(), LABEL.get())
+    return Origin(name, tuple(groups), line_here(), LABEL.get())
 
 
 _INSIDE = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 
 
-def _line() -> str:
+def line_here() -> str:
     """The innermost line outside of this package and of torch."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):

@@ -1,7 +1,7 @@
 """The carrier of a simulated rank: its calls meet those of the others, and are compared with them, check or no check."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -9,7 +9,7 @@ from mfsdp_func.effects.agreement import checking, compare_calls
 from mfsdp_func.effects.carrier import Call, Parcel
 from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.faults import InjectedFault
-from mfsdp_func.effects.origin import Ledger
+from mfsdp_func.effects.origin import Ledger, line_here
 from mfsdp_func.effects.streams import SIMULATED_STREAMS
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.simulation.baton import Rank, Wait
@@ -20,6 +20,8 @@ from mfsdp_func.simulation.network import Network, Posted
 from mfsdp_func.simulation.poison import PoisonMode, fill_with_poison
 from mfsdp_func.simulation.queues import Operation
 from mfsdp_func.values.mesh import Mesh
+
+Entry = TypeVar("Entry")
 
 PACKING_NBYTES = (128 * 1024, 1024 * 1024)
 """See `Carrier.packing`."""
@@ -66,7 +68,7 @@ class SimulatedCarrier:
     def exchange(
         self, call: Call, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], *, at_once: bool
     ) -> Callable[[], None]:
-        flips = self._begin(call.label, call.mesh)
+        flips = self.begin(call.label, call.mesh)
         posted = self._network.post(call, self._rank.id, outgoing, incoming)
         if checking():
             posted.sign()
@@ -103,7 +105,7 @@ class SimulatedCarrier:
         return finish
 
     def all_gather_bytes(self, mesh: Mesh, record: bytes) -> list[bytes]:
-        flips = self._begin("agreement check", mesh)
+        flips = self.begin("agreement check", mesh)
         meeting = self._network.meetings.join(self._rank.id, ("records", mesh.digest), Record(record, flips))
         operation = self._queued("agreement check", mesh, meeting, mesh.ranks)
         words = f"in an agreement check (number {meeting.number}) for "
@@ -111,7 +113,22 @@ class SimulatedCarrier:
         self._refuse_damaged("agreement check", mesh, [r for r in mesh.ranks if meeting.entries[r].is_damaged])
         return [meeting.entries[rank].arrived for rank in mesh.ranks]
 
-    def _begin(self, label: str, mesh: Mesh) -> list[int]:
+    @property
+    def holds_senders(self) -> bool:
+        """Whether a message is held back until its receiver has come."""
+        return self._network.settings.carrier != "eager"
+
+    def meet(
+        self, label: str, mesh: Mesh, kind: Hashable, entry: Entry, partners: Sequence[int]
+    ) -> tuple[Meeting[Entry], Callable[[], None]]:
+        """After `begin`, make a call that is none of this library: where its partners meet, and what waits for all of them."""
+        meeting = self._network.meetings.join(self._rank.id, kind, entry)
+        operation = self._queued(label, mesh, meeting, partners) if len(partners) == mesh.size() else None
+        line, first = line_here(), meeting.missing(partners)
+        words, at = f"in {label} (call {meeting.number}) for ", f", at {line}" if line else ""
+        return meeting, lambda: self._wait(label, mesh, words, meeting, first, partners, at, operation)
+
+    def begin(self, label: str, mesh: Mesh) -> list[int]:
         """Come to a point: whatever may happen there, happens; the bits to flip are returned."""
         self._check_mesh(label, mesh)
         me, left = self._rank.id, self._network.given_up.get(mesh.digest, {})

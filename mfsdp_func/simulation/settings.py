@@ -23,6 +23,7 @@ class Settings:
     timeout: float = 1800.0
     poison: bool = False
     streams: bool = False
+    torch_distributed: bool = False
     warn_after: float | None = 60.0
 
     def check(self, mesh: Mesh) -> None:
@@ -52,6 +53,6 @@ class Settings:
         told["choices"] = list(tape) or None
         usual = {field.name: field.default for field in fields(self)} | {"warn_after": told["warn_after"]}
         changed: dict[str, Any] = {name: value for name, value in told.items() if value != usual[name]}
-        if set(changed) <= {"seed", "poison", "streams"} and self.choices is None:
+        if set(changed) <= {"seed", "poison", "streams", "torch_distributed"} and self.choices is None:
             return ""
         return f"replay with simulate({', '.join(['program, shape', *(f'{n}={v!r}' for n, v in changed.items())])})"

@@ -28,6 +28,7 @@ def simulate(
     timeout: float = 1800.0,
     poison: bool = False,
     streams: bool = False,
+    torch_distributed: bool = False,
     warn_after: float | None = 60.0,
 ) -> Simulation[Result]:
     """Run ``program(mesh)`` once per rank of a mesh, in this process and without any process group. Deterministic.
@@ -61,6 +62,8 @@ def simulate(
         streams: order work on CPU by simulated streams, as CUDA's do, and raise where nothing keeps an order that the
             results need: a missing wait, or memory that may be given away while another stream uses it. Programs make
             streams of their own with `mfsdp_func.streams`. What is in flight is watched so, and not by `poison`.
+        torch_distributed: let ``torch.distributed`` work inside: every rank calls ``init_process_group``, with any backend, and
+            collectives, send and recv, groups, `DeviceMesh` and what is made of them run on the simulated ranks.
         warn_after: seconds after which a `SlowRankWarning` names a rank that has neither ended nor come to an exchange,
             and the line where it is; None for never.
 
@@ -95,5 +98,7 @@ def simulate(
     [3.0, 3.0, 3.0, 3.0]
     """
     refuse_inside_transforms("simulate")
-    settings = Settings(seed, carrier, memory, tuple(faults), choices, timeout, poison, streams, warn_after)
+    settings = Settings(
+        seed, carrier, memory, tuple(faults), choices, timeout, poison, streams, torch_distributed, warn_after
+    )
     return World(Mesh(shape, axis_names, ranks), settings).run(program)

@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from mfsdp_func.simulation.rank_state import Modes, ProcessState, outlive_fake_d
 from mfsdp_func.simulation.results import Simulation
 from mfsdp_func.simulation.settings import Settings
 from mfsdp_func.simulation.streams import RankStreams, record_on_streams
+from mfsdp_func.simulation.torch_distributed import RANK_WORLD, RankWorld, simulated_distributed
 from mfsdp_func.values.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -39,6 +40,8 @@ class World:
         self.network = Network(settings, self.baton)
         self.injections = {rank.id: Injection(self.baton, rank, settings.faults) for rank in self.baton.ranks.values()}
         self.device = Device() if settings.streams else None
+        self.store: dict[str, bytes] = {}
+        """That of torch.distributed."""
         self.errors: dict[int, Exception] = {}
 
     def run(self, program: Callable[[Mesh], Result]) -> Simulation[Result]:
@@ -47,7 +50,8 @@ class World:
         outlive_fake_devices()
         before, modes = ProcessState.current(), Modes.current()
         try:
-            with shared_dual_level(), _enough_recompiles(self.mesh.size()):
+            distributed = simulated_distributed(self.mesh) if self.settings.torch_distributed else nullcontext()
+            with shared_dual_level(), _enough_recompiles(self.mesh.size()), distributed:
                 for rank in self.baton.ranks.values():
                     # Each in a copy of the caller's context, where torch keeps its settings (and we the agreement check).
                     rank.thread = threading.Thread(
@@ -93,6 +97,8 @@ class World:
                         poison = stack.enter_context(PoisonMode(rank.id))
                     carrier = SimulatedCarrier(self.network, rank, self.injections[rank.id], poison)
                     SIMULATED.set(Simulated(rank.id, carrier))
+                    if self.settings.torch_distributed:
+                        RANK_WORLD.set(RankWorld(carrier, self.baton, rank, self.store))
                     results[rank.id] = program(rank.mesh)
                     if poison is not None and (forgotten := poison.pending()):
                         raise SimulationError(f"rank {rank.id} never waited for the token of {', '.join(forgotten)}")
