@@ -7,11 +7,12 @@ In a project's tests::
     def test_my_step(simulated):
         results, trace = simulated(my_program, 8)
 
-It takes the keywords of `simulate`: ``simulated(my_program, 8, carrier="nccl", choices=tape)``.
+It takes the keywords of `simulate`, ``simulated(my_program, 8, carrier="nccl", choices=7)``, and writes the line that
+replays the run, which pytest shows where the test fails.
 """
 
+import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,4 +24,11 @@ from mfsdp_func.simulation.simulate import simulate
 @pytest.fixture
 def simulated() -> Callable[..., Simulation[Any]]:
     """`mfsdp_func.simulate` that also fails a test in which a result is read before its token was waited for."""
-    return partial(simulate, poison=True)
+
+    def run(program: Callable[..., Any], shape: Any, **keywords: Any) -> Simulation[Any]:
+        found = simulate(program, shape, **{"poison": True, **keywords})
+        if found.replay:
+            sys.stdout.write(f"{found.replay}\n")
+        return found
+
+    return run

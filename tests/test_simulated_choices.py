@@ -110,8 +110,16 @@ def test_a_failure_tells_the_line_that_replays_it() -> None:
     assert fails(partial(program, seen=[]), 3, **keywords).splitlines()[0] == notes[0]
 
 
-def test_the_fixture_takes_the_keywords(simulated: Callable[..., Any]) -> None:  # noqa: F811
+def test_the_fixture_takes_the_keywords(
+    simulated: Callable[..., Any],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    simulated(step, 2)
+    assert capsys.readouterr().out == ""
     results, _ = simulated(step, 2, carrier="nccl", choices=mf.PCT(1, 2), memory="live")
+    tape = list(mf.simulate(step, 2, carrier="nccl", choices=mf.PCT(1, 2), memory="live", poison=True).tape)
+    line = f"replay with simulate(program, shape, carrier='nccl', memory='live', choices={tape}, poison=True)\n"
+    assert capsys.readouterr().out == line
     for rank, parts in results.items():
         check_step(parts, group(Mesh(2, rank=rank)))
 

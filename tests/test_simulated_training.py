@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -178,6 +179,39 @@ def test_survivors_try_again_after_a_load(at: int) -> None:
     run = mf.simulate(partial(attempt, survivors=survivors), RANKS, faults=[Kill(victim, at)])
     fresh = mf.simulate(partial(after_steps, steps=1), RANKS - 1).results
     assert [outcome.again for outcome in run.results.values()] == [*fresh.values()]
+
+
+def saves(mesh: Mesh, folder: str) -> None:
+    layout = mf.build_for_row_atomic_unpadding([(4, 4)], mesh.size())
+    weights = mf.DBuffer.distribute_tensors([torch.ones(4, 4)], mesh, [mf.RowAtomic()], layout)
+    mf.checkpoint.save(folder, {"step": 3, "weights": weights}, names={"weights": ["weight"]})
+
+
+@pytest.mark.parametrize("kind", [Kill, Raise])
+def test_a_checkpoint_under_faults_is_whole_or_not_there(kind: Any, tmp_path: Path) -> None:
+    there = 0
+    for at in range(mf.simulate(partial(saves, folder=str(tmp_path / "usual")), 3).points[1]):
+        path = tmp_path / str(at)
+        run = mf.simulate(partial(saves, folder=str(path)), 3, faults=[kind(1, at)])
+        assert set(run.errors) >= {0, 2}
+        assert all(isinstance(run.errors[rank], mf.ExchangeError) for rank in (0, 2))
+        if path.exists():
+            mf.checkpoint.verify(path)
+            there += 1
+    assert there <= 1  # at the last point, where it has been published
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_faults_inside_a_sharded_module(kind: str, check: bool) -> None:
+    """In gathers and reductions of units, in the backward pass, in the norm, in Muon's exchanges, in the check."""
+    with mf.agreement_check(check):
+        points = mf.simulate(sharded_training, 3).points[0]
+        for at in range(points):
+            run = mf.simulate(sharded_training, 3, faults=[{"kill": Kill, "raise": Raise}[kind](at % 3, at)])
+            others = {0, 1, 2} - {at % 3}
+            assert run.results == {}
+            assert all(isinstance(run.errors[rank], mf.ExchangeError) for rank in others), run.errors
 
 
 # A thousand orders of events.

@@ -27,6 +27,7 @@ class Simulation(Generic[Result]):
             `results`.
         points: global rank -> how many points it passed at which a fault may happen.
         tape: the choices that were made; as ``choices=`` they give the same run.
+        replay: the call that gives the same run, in one line; empty where all settings are as usual.
         seconds: how long the run took on the virtual clock, which only stalls and timeouts move.
     """
 
@@ -36,6 +37,7 @@ class Simulation(Generic[Result]):
     points: dict[int, int] = field(default_factory=dict)
     tape: tuple[int, ...] = ()
     seconds: float = 0.0
+    replay: str = ""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.results, self.trace))

@@ -79,6 +79,7 @@ class World:
             {rank: injection.points for rank, injection in self.injections.items()},
             self.tape.taken,
             self.baton.now,
+            self.settings.replay(self.tape.taken),
         )
 
     def _run_rank(
