@@ -25,8 +25,8 @@ from mfsdp_func.simulation.simulate import simulate
 def simulated() -> Callable[..., Simulation[Any]]:
     """`mfsdp_func.simulate` that also fails a test in which a result is read before its token was waited for."""
 
-    def run(program: Callable[..., Any], shape: Any, **keywords: Any) -> Simulation[Any]:
-        found = simulate(program, shape, **{"poison": True, **keywords})
+    def run(program: Callable[..., Any], shape: Any, *, poison: bool = True, **keywords: Any) -> Simulation[Any]:
+        found = simulate(program, shape, poison=poison, **keywords)
         if found.replay:
             sys.stdout.write(f"{found.replay}\n")
         return found

@@ -1,6 +1,9 @@
 """Faults on simulated ranks, under a virtual clock: who fails, when, with which words, and what is left."""
 
+import gc
 import time
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,3 +199,25 @@ def test_faults_that_cannot_be_are_refused() -> None:
         mf.simulate(step, 2, faults=[Kill(7, 0)])
     with pytest.raises(TypeError, match=r"takes values of mfsdp_func\.faults, got 'kill'"):
         mf.simulate(step, 2, faults=["kill"])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_leaves_nothing_behind() -> None:
+    """Whatever its ranks had in flight when they ended, were killed or failed; a search runs thousands."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def program(mesh: Mesh, fails: bool) -> None:
+        owners = group(mesh)
+        source = shards(owners)
+        kept.extend(weakref.ref(tensor) for tensor in source.values())
+        mf.gather(source, owner_layout=owners, async_op=True)
+        if fails and mesh.get_rank() == 1:
+            raise KeyError("a bug")
+        step(mesh)
+
+    mf.simulate(partial(program, fails=False), 3)
+    mf.simulate(partial(program, fails=False), 3, faults=[Kill(1, 1)], memory="live")
+    with pytest.raises(KeyError):
+        mf.simulate(partial(program, fails=True), 3)
+    gc.collect()
+    assert len(kept) > 6
+    assert [ref() for ref in kept if ref() is not None] == []

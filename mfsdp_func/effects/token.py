@@ -1,6 +1,7 @@
 """Tokens: explicit values that order later work after an operation, and carry the gradient link between operations."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +31,8 @@ class Pending:
         self._outputs: tuple[torch.Tensor, ...] = tuple(outputs)
         self._error: BaseException | None = None
         # A token may be dropped while peers still read our memory: what is in flight stays referenced until it ends.
-        _IN_FLIGHT.add(self)
+        self._kept_in = IN_FLIGHT.get()
+        self._kept_in.add(self)
 
     @property
     def done(self) -> bool:
@@ -41,7 +43,7 @@ class Pending:
         """See `Token.wait`."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            _IN_FLIGHT.discard(self)
+            self._kept_in.discard(self)
             try:
                 with outside_transforms():  # it fills plain tensors, under a `torch.func` transform too
                     finish()
@@ -52,7 +54,8 @@ class Pending:
         self._keep = self._outputs = ()
 
 
-_IN_FLIGHT: set[Pending] = set()
+IN_FLIGHT: ContextVar[set[Pending]] = ContextVar("mfsdp_func_in_flight", default=set())  # noqa: B039
+"""What is in flight in this process; a simulated rank has a set of its own, which ends with it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mfsdp_func.effects.carrier import SIMULATED, Simulated
 from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.faults import InjectedFault
+from mfsdp_func.effects.token import IN_FLIGHT
 from mfsdp_func.simulation.baton import Baton, Rank
 from mfsdp_func.simulation.carrier import SimulatedCarrier
 from mfsdp_func.simulation.choices import Tape
@@ -97,6 +98,7 @@ class World:
                     elif self.settings.poison:
                         poison = stack.enter_context(PoisonMode(rank.id))
                     carrier = SimulatedCarrier(self.network, rank, self.injections[rank.id], poison)
+                    IN_FLIGHT.set(set())
                     SIMULATED.set(Simulated(rank.id, carrier))
                     if self.settings.torch_distributed:
                         RANK_WORLD.set(RankWorld(carrier, self.baton, rank, self.store))
