@@ -4,6 +4,7 @@ Look at checkpoints: ``python -m mfsdp_func checkpoint show|verify|diff|to-hf PA
 """
 
 import argparse
+import os
 import re
 import sys
 import warnings
@@ -27,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "checkpoint":
         return command.run(options)
     try:
-        print({"padding": _padding, "plan": _plan, "preflight": answer}[options.command](options))
+        print({"padding": _padding, "plan": _plan, "preflight": answer}[options.command](options), flush=True)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its exit
+        return 1
     except ValueError as error:
         print(f"mfsdp_func {options.command}: {error}", file=sys.stderr)
         return 2

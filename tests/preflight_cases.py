@@ -7,6 +7,7 @@ import torch
 from torch.func import grad
 
 import mfsdp_func as mf
+from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.optim import muon
 from mfsdp_func.preflight.traffic import Operation
 from mfsdp_func.simulation.results import Sent
@@ -60,14 +61,69 @@ def step_of_shapes(mesh: mf.Mesh, result: mf.Preflight) -> None:
     mf.scatter_coalesced(full, owner_layouts=list(owners.values()), dtype=settings.travel_dtype, after=token)
 
 
+class Door:
+    """What a process group's carrier is given to send on this rank, in the form of `foretold` for one rank.
+
+    A reduction, which the backend does itself, counts as a ring: each rank sends all segments but one to the next.
+    """
+
+    def __init__(self, carrier: Any, node: int) -> None:
+        self.found: dict[str, tuple[Any, Any, set[int]]] = {}
+        self._carrier, self._node = carrier, node
+        self._exchange, self._collective = carrier.exchange, carrier.collective
+
+    def __enter__(self) -> "Door":
+        self._carrier.exchange, self._carrier.collective = self._see_exchange, self._see_collective
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._carrier.exchange, self._carrier.collective
+
+    def of(self, rank: int) -> dict[str, tuple[Any, ...]]:
+        return {label: (b.tolist(), m.tolist(), len(p)) for label, (b, m, p) in self.found.items() if int(b.sum())}
+
+    def _note(self, call: Any, side: int, peer: int, nbytes: int, messages: int = 1) -> None:
+        label = (call.operation or call.label).split(" of ")[0]
+        label = label if " over " in label else label.split()[0]
+        empty = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64), set[int]()
+        sizes, counts, peers = self.found.setdefault(label, empty)
+        link = int(call.mesh.get_rank() // self._node != peer // self._node)
+        sizes[side, link] += nbytes
+        counts[side, link] += messages
+        peers.add(peer)
+
+    def _see_exchange(self, call: Any, outgoing: Any, incoming: Any, **options: Any) -> Any:
+        for side, parcels in enumerate((outgoing, incoming)):
+            for parcel in parcels:
+                self._note(call, side, parcel.peer, sum(part.nbytes for part in parcel.parts))
+        return self._exchange(call, outgoing, incoming, **options)
+
+    def _see_collective(self, call: Any, collective: Any, source: torch.Tensor, target: torch.Tensor) -> Any:
+        wait = self._collective(call, collective, source, target)
+        if wait is not None:
+            line = list(collective.line)
+            at, count = line.index(call.mesh.get_rank()), len(line)
+            times = 2 if collective.kind == "allreduce" else 1
+            whole = source.nbytes if collective.kind == "allreduce" else target.nbytes * count
+            mine = times * whole // count * (count - 1)
+            self._note(call, 0, line[(at + 1) % count], mine, times * (count - 1))
+            self._note(call, 1, line[at - 1], mine, times * (count - 1))
+        return wait
+
+
+def step_on_gloo(mesh: mf.Mesh, name: str, settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What this rank hands to gloo in a step."""
+    result = mf.preflight(units_of(name), mesh.shape, carrier="gloo", **settings)
+    with Door(carrier_of(mesh), result.settings.node) as door:
+        step_of_shapes(mesh, result)
+    return door.of(mesh.get_rank())
+
+
 def train(mesh: mf.Mesh, result: mf.Preflight, make: Callable[[], torch.nn.Module], data: torch.Tensor) -> None:
     """One step of a real module under `fully_shard`, with Muon over all its blocks in one exchange each way."""
     settings = result.settings
     placements = mf.Placements(tuple(range(mesh.ndim)), *[list(settings.placements)] * 3)
-    context = mf.FsdpContext(
-        shard_layout=settings.layout, param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype
-    )
-    apply, params = mf.fully_shard(make(), mesh, placements, context=context)
+    apply, params = mf.fully_shard(make(), mesh, placements, context=result.context)
     for key, part in result.parts.parts.items():
         assert apply.param_groups[key].spec.layout == part.layout
     gradients = grad(lambda params: loss_of(apply(params, data)))(params)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 import mfsdp_func as mf
 from mfsdp_func.__main__ import main
 from mfsdp_func.optim.routed import BYTE_COST
-from mfsdp_func.preflight.advice import advise
+from mfsdp_func.preflight.advice import _others, advise
 from mfsdp_func.preflight.command import preflights
-from mfsdp_func.preflight.hardware import TABLE, read_hardware
+from mfsdp_func.preflight.hardware import NUMBERS, TABLE, read_hardware
 from mfsdp_func.preflight.models import read_model
 from tests.preflight_cases import units_of
 
@@ -93,6 +95,31 @@ def test_experts_are_matrices_of_their_own() -> None:
     assert whole.parts.matrices == 2 * (4 + 1 + 2 * 4)
 
 
+def test_rows_of_experts_are_those_of_the_run() -> None:
+    """Without finer rows, 3 experts on 16 ranks are as badly padded as `fully_shard` pads them; advice finds what helps."""
+    shapes = {f"layers.{n}": [(3, 64, 32), (64, 32)] for n in range(2)}
+    whole = mf.preflight(shapes, 16)
+    assert whole.context == mf.FsdpContext()
+    assert whole.padding > 3
+    result = mf.preflight(shapes, 16, finer_rows=["layers.*.0"])
+    assert result.padding == 1
+    assert result.context.finer_rows == {"layers.0.0", "layers.1.0"}
+    assert "--finer-rows 'layers.*.0'" in result.command
+    tried = [settings.finer_rows for settings in _others(whole)]
+    assert tried[0] == ("layers.*.*",)
+    with pytest.raises(ValueError, match="finer_rows 'x' matches no parameter"):
+        mf.preflight(shapes, 2, finer_rows=["x"])
+    with pytest.raises(ValueError, match="must be several patterns"):
+        mf.preflight(shapes, 2, finer_rows="x")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    command = f"{sys.executable} -m mfsdp_func preflight 64x32 --mesh 4 | head -1; echo ${{PIPESTATUS[0]}}"
+    out = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert out.stdout.splitlines()[1] in ("0", "1")  # 0 where all was written before head ended
+    assert out.stderr == ""
+
+
 def build() -> torch.nn.Module:
     return torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)])
 
@@ -125,6 +152,9 @@ def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         mf.preflight([(4, 4)], 2, optimizer="sgd")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="expected the name of a configuration"):
         mf.preflight(3, 2)  # pyright: ignore[reportArgumentType]
+    for wrong in (["64x64"], ["64", 64], [(2.0, 3)]):
+        with pytest.raises(TypeError, match=r"expected whole numbers, such as \(1024, 768\)"):
+            mf.preflight(wrong, 2)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("ranks", "load", "between", "peers"), [(256, 1.171, 0.904, 176), (2048, 6.812, 0.976, 607)])
@@ -199,11 +229,18 @@ def test_advice_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_hardware_is_sourced_and_overridable(tmp_path: Path) -> None:
-    assert all(entry.source and entry.between_bandwidth <= entry.inside_bandwidth for entry in TABLE.values())
+    for entry in TABLE.values():
+        assert set(entry.sources) == set(NUMBERS)
+        assert all(
+            source.split(":")[0].split(" by")[0] in ("peak", "measured", "assumed") for source in entry.sources.values()
+        )
+        assert entry.sources["efficiency"].startswith("assumed")
+        assert entry.between_bandwidth <= entry.inside_bandwidth
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"h100": {"between_bandwidth": 25e9}, "mine": {"like": "a100", "memory": 1e6}}))
     table = read_hardware(file)
     assert (table["h100"].between_bandwidth, table["h100"].flops) == (25e9, TABLE["h100"].flops)
+    assert table["h100"].sources == {**TABLE["h100"].sources, "between_bandwidth": str(file)}
     result = mf.preflight([(2048, 2048)], 4, hardware="mine", hardware_file=file)
     assert not result.fits
     assert "does NOT fit" in str(result)

@@ -8,7 +8,8 @@ from torch import nn
 
 import mfsdp_func as mf
 from tests import fsdp_cases
-from tests.preflight_cases import BLOCKS, counted, foretold, step_of_shapes, train, units_of
+from tests.meshes import run_real
+from tests.preflight_cases import BLOCKS, counted, foretold, step_of_shapes, step_on_gloo, train, units_of
 
 HALF = torch.bfloat16
 
@@ -36,6 +37,28 @@ def test_layouts_and_meshes(layout: mf.ShardLayout, mesh: tuple[int, ...]) -> No
 @pytest.mark.parametrize("mesh", [(64,), (8, 8)], ids=str)
 def test_64_ranks(name: str, mesh: tuple[int, ...]) -> None:
     check_shapes(name, mesh, layout=mf.ShardLayout.BALANCED)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*((name, (4,)) for name in BLOCKS), ("GPT-2", (2,)), ("Llama-3 8B", (2, 2))], ids=str
+)
+def test_on_gloo(request: pytest.FixtureRequest, name: str, mesh: tuple[int, ...]) -> None:
+    """What is handed to gloo, counted at the carrier's door; what it makes of a reduction is its own affair."""
+    pool = request.getfixturevalue("ranks2" if mesh == (2,) else "ranks4")
+    settings = {"node": 2, "travel_dtype": torch.float32}
+    counted_there = run_real(pool, step_on_gloo, mesh, name, settings)
+    told = foretold(mf.preflight(units_of(name), mesh, carrier="gloo", **settings).operations)
+    for rank, found in counted_there.items():
+        of_rank = {
+            label: (
+                [[link[rank] for link in side] for side in b],
+                [[link[rank] for link in side] for side in m],
+                p[rank],
+            )
+            for label, (b, m, p) in told.items()
+        }
+        assert found == {label: figures for label, figures in of_rank.items() if figures[2]}
 
 
 def test_messages_larger_than_a_pack() -> None:

@@ -26,6 +26,7 @@ class Model(NamedTuple):
     label: str
     config: str
     values: dict[str, int]
+    finer_rows: tuple[str, ...] = ()
 
 
 LLAMA_70B = Model(
@@ -54,6 +55,7 @@ QWEN3_235B = Model(
         "num_experts_per_tok": 8,
         "vocab_size": 151936,
     },
+    ("*.experts.*",),
 )
 MODELS = {model.config: model for model in (LLAMA_70B, QWEN3_235B)}
 MARKS = "<!-- preflight -->", "<!-- end of preflight -->"
@@ -66,7 +68,7 @@ def seconds_of(model: Model, ranks: int) -> tuple[float, int]:
 
     getattr(transformers, model.config.replace("Config", "ForCausalLM"))  # imports the code of the model
     start = time.perf_counter()
-    result = mf.preflight(model.config, ranks, changes=model.values)
+    result = mf.preflight(model.config, ranks, changes=model.values, finer_rows=model.finer_rows)
     text = str(result)
     took = time.perf_counter() - start
     if not text:

@@ -60,7 +60,7 @@ def preflight(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     travel_dtype: torch.dtype = torch.bfloat16,
-    finer_rows: bool = True,
+    finer_rows: Iterable[str] = (),
     byte_cost: float = BYTE_COST,
     near_nodes: bool = False,
     blocks: Mapping[str, Choice] | None = None,
@@ -88,7 +88,7 @@ def preflight(
         param_dtype: of gathered parameters.
         reduce_dtype: of averaged gradients.
         travel_dtype: of matrices on their way to owners.
-        finer_rows: lay out parameters of three or more dims by their last dim.
+        finer_rows: patterns of names of parameters that are laid out by their last dim, such as ``["*.experts.*"]``.
         byte_cost: price of a byte in the choice of owners.
         near_nodes: whether bytes between nodes cost more there.
         blocks: name pattern -> what parameters get, over what `optim.route` says; see `Route.override`.
@@ -124,7 +124,7 @@ def preflight(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         travel_dtype=travel_dtype,
-        finer_rows=finer_rows,
+        finer_rows=finer_rows if isinstance(finer_rows, str) else tuple(finer_rows),  # pyright: ignore[reportArgumentType]
         byte_cost=byte_cost,
         near_nodes=near_nodes,
         batch=batch,

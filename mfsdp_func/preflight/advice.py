@@ -1,5 +1,6 @@
 """Which other setting would make the worst line better, found by trying, as a command."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ def advise(result: Answer, run: Callable[[Settings], Answer]) -> list[Advice]:
         run: gives the result of other settings.
     """
     tried: list[Answer] = []
-    for settings in _others(result.settings):
+    for settings in _others(result):
         try:
             tried.append(run(settings))
         except ValueError:
@@ -81,8 +82,13 @@ def _improvement(result: Answer, other: Answer, line: Line) -> Advice | None:
     return Advice(line, better, other.command, step, peak)
 
 
-def _others(settings: Settings) -> Iterator[Settings]:
+def _others(result: Answer) -> Iterator[Settings]:
     """Settings that differ in one choice."""
+    settings = result.settings
+    entries = [entry for group in result.parts.model.groups.values() for entry in group.entries]
+    deep = {re.sub(r"\b\d+\b", "*", entry.name): None for entry in entries if len(entry.shape) > 2}
+    if deep and not settings.finer_rows:
+        yield from _changed(settings, finer_rows=tuple(deep))
     for layout in ShardLayout:
         yield from _changed(settings, layout=layout)
     if settings.optimizer == "muon":

@@ -67,7 +67,11 @@ def add_parser(commands: Any) -> None:
         "--travel-dtype", type=_dtype, default=torch.bfloat16, help="of matrices on their way to owners"
     )
     parser.add_argument(
-        "--no-finer-rows", action="store_true", help="keep rows of parameters of three and more dims whole"
+        "--finer-rows",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="names of parameters laid out by their last dim, such as '*.experts.*'",
     )
     parser.add_argument("--byte-cost", type=float, default=BYTE_COST, help="price of a byte in the choice of owners")
     parser.add_argument("--near-nodes", action="store_true", help="let bytes between nodes cost more there")
@@ -186,7 +190,7 @@ def _settings(options: argparse.Namespace) -> list[Settings]:
             param_dtype=options.param_dtype,
             reduce_dtype=options.reduce_dtype,
             travel_dtype=options.travel_dtype,
-            finer_rows=not options.no_finer_rows,
+            finer_rows=tuple(options.finer_rows),
             byte_cost=options.byte_cost,
             near_nodes=options.near_nodes,
             batch=options.batch,

@@ -25,7 +25,7 @@ KINDS = (
     "new values",
 )
 
-_ADAMW_TENSORS = 5
+_ADAMW_TENSORS = 4
 """How many tensors of its size live beside the new state while AdamW computes the update of one."""
 
 

@@ -101,7 +101,7 @@ def _of_shapes(model: Any, words: tuple[str, ...]) -> ModelShapes:
     by_unit: Mapping[str, Any] = model if isinstance(model, Mapping) else {"block": model}
     groups: dict[str, Group] = {}
     for key, shapes in by_unit.items():
-        sizes = [torch.Size(shape) for shape in shapes]
+        sizes = [_size(key, shape) for shape in ([] if isinstance(shapes, str) else shapes)]
         if not sizes or any(min(size, default=0) < 1 for size in sizes):
             raise ValueError(f"preflight: unit {key!r} needs shapes of positive sizes, got {list(map(tuple, sizes))}")
         names = [f"{key}.{i}" for i in range(len(sizes))]
@@ -113,6 +113,15 @@ def _of_shapes(model: Any, words: tuple[str, ...]) -> ModelShapes:
     if not groups:
         raise ValueError("preflight: no shapes were given")
     return ModelShapes("shapes", words, tuple(units), groups, None)
+
+
+def _size(key: str, shape: Any) -> torch.Size:
+    if isinstance(shape, str) or not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
+        raise TypeError(
+            f"preflight: a shape of unit {key!r} is {shape!r}; expected whole numbers, such as (1024, 768), and units as a"
+            " list of shapes (the command line writes 1024x768)"
+        )
+    return torch.Size(shape)
 
 
 # Names

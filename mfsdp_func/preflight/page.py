@@ -15,7 +15,9 @@ table { border-collapse: collapse; font-size: 14px; } td, th { padding: .15rem .
 td:first-child, th:first-child { text-align: left; } .best { font-weight: 700; background: #e6f2e6; }
 .verdict { font-size: 1.1rem; padding: .5rem .8rem; border-radius: 4px; display: inline-block; }
 .yes { background: #e6f2e6; } .no { background: #f8dedc; }
-figure { margin: 1rem 0 1.6rem; } figcaption { color: #555; max-width: 46rem; } svg { max-width: 100%; height: auto; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); gap: 1rem 2rem; }
+figure { margin: 0; } figcaption { color: #555; max-width: 34rem; } svg { max-width: 100%; height: auto; }
+#timeline { grid-column: 1 / -1; } figure svg { display: block; }
 code, pre { background: #f4f4f4; padding: .1rem .3rem; border-radius: 3px; overflow-x: auto; } pre { padding: .6rem; }
 """
 
@@ -48,7 +50,8 @@ def save_page(results: Sequence[Answer], path: str | Path, advice: Sequence[Advi
 def _heading(results: Sequence[Answer]) -> str:
     model = results[0].parts.model
     return (
-        f"<h1>Pre-flight: {escape(model.label)}</h1><p>{model.numel:,} parameters in {model.tensors:,} tensors and"
+        f"<h1>Pre-flight: {escape(model.label)}</h1><p><code>{escape(' '.join(model.words) or model.label)}</code></p>"
+        f"<p>{model.numel:,} parameters in {model.tensors:,} tensors and"
         f" {len(model.groups):,} buffers. What one training step moves, stores and takes, computed from layouts and plans"
         " without running it. Bytes, messages and peers are those of the run; times are a model.</p>"
     )
@@ -75,7 +78,7 @@ def _section(result: Answer, head: str) -> str:
     settings, share = result.settings, result.peak / result.hardware.memory
     verdict, kind = ("It fits", "yes") if result.fits else ("It does not fit", "no")
     words = [
-        f"<h2>{escape(head or 'The run')}</h2>",
+        f"<h2>{escape(f'Settings: {head}' if head else 'The run')}</h2>",
         f"<p>{settings.world:,} ranks as {'x'.join(map(str, settings.mesh))}, {settings.node} a node:"
         f" {settings.shards:,} ranks share one copy of the parameters"
         + (
@@ -85,15 +88,17 @@ def _section(result: Answer, head: str) -> str:
         )
         + f". Optimizer: {settings.optimizer}; layout: {settings.layout.value}; owners: {settings.owners}.</p>",
         f'<p class="verdict {kind}">{verdict}: {gigabytes(result.peak)} on the fullest rank, {share:.0%} of the'
-        f" {gigabytes(result.hardware.memory)} of a {escape(result.hardware.name)}"
+        f" {gigabytes(result.hardware.memory)} of one {escape(result.hardware.name)}"
         + ("." if result.activations else "; activations are left out, for no batch was given.")
         + "</p>",
     ]
+    words.append('<div class="pictures">')
     for name, (_, _, caption) in PICTURES.items():
         picture = svg_of(result, name)
         if picture is not None:
             words.append(f'<figure id="{name}">{picture}<figcaption>{escape(caption)}</figcaption></figure>')
     words += [
+        "</div>",
         f"<details open><summary>All figures</summary><pre>{escape(str(result))}</pre></details>",
         f"<p>The command: <code>{escape(result.command)}</code></p>",
     ]

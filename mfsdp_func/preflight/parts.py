@@ -1,5 +1,6 @@
 """From shapes to plans: the layout of every buffer, the matrices that have owners, and who owns them."""
 
+import fnmatch
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.fsdp.grouping import Group
 from mfsdp_func.optim.block_facts import BATCH_OF_MATRICES
 from mfsdp_func.optim.block_layout import BlockLayout, block_layout
@@ -92,13 +94,15 @@ def lay_out(model: ModelShapes, settings: Settings, choices: Mapping[str, Choice
         ValueError: where a layout is refused (see `FsdpContext.max_padding`), or a choice does not fit.
     """
     layouts: dict[object, tuple[GlobalLayout, PaddingReport]] = {}
+    finer_names = finer_rows(model, settings)
     found: dict[str, tuple[GlobalLayout, PaddingReport, BlockLayout, frozenset[int]]] = {}
     specs = _specs(model, settings, choices or {})
     for key, group in model.groups.items():
         shapes = tuple(entry.shape or torch.Size([1]) for entry in group.entries)
-        if shapes not in layouts:
-            layouts[shapes] = _layout(group, shapes, settings)
-        layout, report = layouts[shapes]
+        marks = tuple(entry.name in finer_names for entry in group.entries)
+        if (shapes, marks) not in layouts:
+            layouts[shapes, marks] = _layout(group, shapes, marks, settings)
+        layout, report = layouts[shapes, marks]
         chosen = {i: specs[entry.name] for i, entry in enumerate(group.entries) if entry.name in specs}
         found[key] = (layout, report, block_layout(layout, chosen), frozenset(chosen))
     costs: dict[int, dict[int, float]] = {}
@@ -135,15 +139,33 @@ def _specs(model: ModelShapes, settings: Settings, choices: Mapping[str, Choice]
     return {line.name: line.blocks for line in chosen.lines if line.optimizer == "muon" and line.blocks is not None}
 
 
-def _layout(group: Group, shapes: Sequence[torch.Size], settings: Settings) -> tuple[GlobalLayout, PaddingReport]:
-    rows = [finer_view(shape) for shape in shapes] if settings.finer_rows else list(shapes)
+def finer_rows(model: ModelShapes, settings: Settings) -> frozenset[str]:
+    """Names of the parameters that are laid out by their last dim.
+
+    Raises:
+        ValueError: if a pattern matches none.
+    """
+    names = [entry.name for group in model.groups.values() for entry in group.entries]
+    found: set[str] = set()
+    for pattern in settings.finer_rows:
+        if not (matched := fnmatch.filter(names, pattern)):
+            raise ValueError(f"preflight: finer_rows {pattern!r} matches no parameter; the first is {names[0]!r}")
+        found.update(matched)
+    return frozenset(found)
+
+
+def _layout(
+    group: Group, shapes: Sequence[torch.Size], marks: Sequence[bool], settings: Settings
+) -> tuple[GlobalLayout, PaddingReport]:
+    rows = [finer_view(shape) if mark else shape for shape, mark in zip(shapes, marks, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PaddingWarning)  # the report has the figures
         try:
-            cut = build_row_atomic_layout(rows, settings.shards, shard_layout=settings.layout, max_padding=4.0)
+            limit = FsdpContext().max_padding
+            cut = build_row_atomic_layout(rows, settings.shards, shard_layout=settings.layout, max_padding=limit)
         except ValueError as error:
-            error.add_note(f"in group {group.key!r}, whose tensors are {[entry.name for entry in group.entries][:8]}")
-            raise
+            names = [entry.name for entry in group.entries]
+            raise ValueError(f"preflight: group {group.key!r} of {', '.join(names[:8])}: {error}") from error
     equal = cut.stores_equal_segments
     layout = GlobalLayout(shapes, cut.tensor_to_offset, cut.size, cut.rank_to_offset, stores_equal_segments=equal)
     return layout, padding_report(cut)

@@ -62,8 +62,8 @@ def draw_load(result: Answer, axes: Any) -> bool:
             bound, color=_COLORS[5], linestyle="--", linewidth=1, label=f"bound {bound:,.1f}: no owners do better"
         )
     axes.set(xlabel="shard index (the same in each replica group)", ylabel="Newton-Schulz work [Tflop]")
-    axes.set(xlim=(0, len(loads)), ylim=(0, float(loads.max()) * 1.15))
-    axes.legend(loc="lower right", fontsize=8)
+    axes.set(xlim=(0, len(loads)), ylim=(0, float(loads.max()) * 1.3))
+    axes.legend(loc="upper right", fontsize=8, ncols=2)
     axes.set_title(f"Owner load by rank: max / mean {result.imbalance:.2f}, bound {result.imbalance_bound:.2f}")
     return True
 
@@ -88,8 +88,11 @@ def draw_heat(result: Answer, axes: Any) -> bool:
     image = axes.imshow(
         shown, norm=norm, cmap=colors, extent=(0, world, world, 0), interpolation="nearest", rasterized=True
     )
-    nbytes = matplotlib.ticker.EngFormatter("B")
-    axes.figure.colorbar(image, ax=axes, format=nbytes).ax.yaxis.set_minor_formatter(nbytes)
+    bar = axes.figure.colorbar(image, ax=axes, format=matplotlib.ticker.EngFormatter("B"), label="bytes of a step")
+    if norm is not None and largest < 100 * smallest:  # few powers of ten: the marks between them are needed too
+        bar.locator = matplotlib.ticker.LogLocator(subs=(1, 2, 5))
+        bar.update_ticks()
+    bar.ax.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     each = f" ({world / bins:g} ranks a bin)" if bins < world else ""
     axes.set(xlabel=f"receiving rank{each}", ylabel=f"sending rank{each}")
     what = "gather to owners" if gather is not None else "collectives"
@@ -114,10 +117,11 @@ def draw_memory(result: Answer, axes: Any) -> bool:
     limit = result.hardware.memory / 1e9
     if limit < 3 * max(base):
         axes.axhline(
-            limit, color="black", linestyle="--", linewidth=1, label=f"a {result.hardware.name}: {limit:,.0f} GB"
+            limit, color="black", linestyle="--", linewidth=1, label=f"one {result.hardware.name}: {limit:,.0f} GB"
         )
     axes.set(xlabel="rank", ylabel="memory [GB]", xlim=(0, result.settings.world), ylim=(0, None))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axes.set_ylim(0, 1.35 * max(base) if limit >= 3 * max(base) else 1.35 * max(limit, *base))
+    axes.legend(loc="upper center", fontsize=8, ncols=3)
     left_out = "" if result.activations else ", activations left out"
     axes.set_title(f"Memory by rank, {MOMENTS[moment]}{left_out}")
     return True
@@ -187,8 +191,8 @@ PICTURES: dict[str, tuple[Draw, tuple[float, float], str]] = {
     "heat": (
         draw_heat,
         (6, 4.8),
-        "Bytes that ranks (rows) send to others (columns) when matrices are gathered to their owners; the way back is"
-        " the mirror image. Near the diagonal, ranks are neighbours and mostly share a node.",
+        "Bytes that ranks (rows) send to others (columns) when matrices are gathered to their owners; nothing where it is"
+        " grey. The way back is the mirror image. Near the diagonal, ranks are neighbours and mostly share a node.",
     ),
     "memory": (
         draw_memory,
@@ -235,7 +239,8 @@ def save_pictures(result: Answer, path: str | Path) -> Path:
     plt = pyplot()
     figure = plt.figure(figsize=(15, 12), layout="constrained")
     try:
-        figure.suptitle(f"{result.parts.model.label}\n{result.settings.options()}")
+        model = result.parts.model
+        figure.suptitle(f"{model.label}, {model.numel:,} parameters\n{result.settings.options()}")
         grid = figure.subplot_mosaic([["load", "heat"], ["memory", "padding"], ["timeline", "timeline"]])
         for name, (draw, _, _) in PICTURES.items():
             if not draw(result, grid[name]):

@@ -78,7 +78,7 @@ def _holders(
 
 def packing(settings: Settings) -> tuple[int, int]:
     """In elements that travel: from which size on pieces travel alone, and how large a packed message may be."""
-    nbytes = PROCESS_GROUPS.packing(settings.ranks) if settings.carrier == "process group" else PACKING_NBYTES
+    nbytes = PACKING_NBYTES if settings.carrier == "simulated" else PROCESS_GROUPS.packing(settings.ranks)
     direct, packed = (max(1, size // settings.travel_dtype.itemsize) for size in nbytes)
     return direct, packed
 

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.preflight.activations import Activations
 from mfsdp_func.preflight.hardware import Hardware
 from mfsdp_func.preflight.memory import MOMENTS, Memory
-from mfsdp_func.preflight.parts import Parts
+from mfsdp_func.preflight.parts import Parts, finer_rows
 from mfsdp_func.preflight.settings import Settings
 from mfsdp_func.preflight.timing import Timing
 from mfsdp_func.preflight.traffic import LINKS, Operation
@@ -91,6 +92,16 @@ class Answer:
     def operation(self, name: str) -> Operation | None:
         """The operation of a name; None where it moves nothing."""
         return next((operation for operation in self.operations if operation.name == name), None)
+
+    @property
+    def context(self) -> FsdpContext:
+        """What `fully_shard` is given for a run like this."""
+        return FsdpContext(
+            shard_layout=self.settings.layout,
+            finer_rows=finer_rows(self.parts.model, self.settings),
+            param_dtype=self.settings.param_dtype,
+            reduce_dtype=self.settings.reduce_dtype,
+        )
 
     def owner_layouts(self, mesh: Mesh | MeshLike) -> dict[str, GroupOwnerLayout]:
         """The owners that were planned, by group, for the optimizer of a run on `mesh`.
@@ -196,9 +207,9 @@ class Answer:
         ]
         header = ["operation", "way", "calls", *LINKS, "between", "busiest rank", "messages", "of a rank", "peers"]
         whose = (
-            "as process groups pack them; 'ring' is what their native collectives send at least"
-            if self.settings.carrier == "process group"
-            else "as the simulated mesh packs them"
+            "as the simulated mesh packs them"
+            if self.settings.carrier == "simulated"
+            else "as process groups pack them; 'ring' is what their native collectives send at least"
         )
         return f"BYTES AND MESSAGES of one step, all ranks ({whose})\n" + format_table(header, rows)
 
@@ -230,7 +241,7 @@ class Answer:
         return (
             f"TIME by the alpha-beta model, no measurement ({self.hardware})\n"
             + format_table(["slowest rank", "seconds"], rows)
-            + f"\nnumbers of {self.hardware.name}: {self.hardware.source}"
+            + f"\nnumbers of {self.hardware.name}, and their sources\n{self.hardware.table()}"
         )
 
     def compare(self, *others: "Answer") -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from mfsdp_func.fsdp.context import FsdpContext
 from mfsdp_func.optim.routed import BYTE_COST
 from mfsdp_func.values.mesh import Mesh
 from mfsdp_func.values.placement import Placement, Replicate, RowAtomic, ShardLayout, check_shard_layout
@@ -19,9 +20,10 @@ Owning: TypeAlias = Literal["planned", "per group", "round robin"]
 Optimizing: TypeAlias = Literal["muon", "adamw"]
 """Muon for the matrices of blocks with AdamW for the rest, or AdamW for all."""
 
-Carrying: TypeAlias = Literal["process group", "simulated"]
-"""Whose messages are counted: those of `torch.distributed` (packed for its links, native collectives where they serve),
-or those of `simulate`, whose trace packs otherwise and sends every piece of a collective straight to its receiver."""
+Carrying: TypeAlias = Literal["process group", "gloo", "simulated"]
+"""Whose messages are counted: those of `torch.distributed` with NCCL (packed for its links, native collectives where they
+serve), those with gloo, whose all-gathers are messages straight to each receiver, or those of `simulate`, whose trace packs
+otherwise and whose collectives all go straight."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Settings:
         param_dtype: in which units gather and compute; None for `dtype`.
         reduce_dtype: in which gradients are averaged; None for `param_dtype`.
         travel_dtype: in which matrices travel to their owners (``ns_dtype`` of Muon).
-        finer_rows: lay parameters of three or more dims out by their last dim (``FsdpContext(finer_rows=...)``).
+        finer_rows: patterns of names of parameters that are laid out by their last dim; the default is that of
+            `FsdpContext`, whose names they become in `Preflight.context`.
         byte_cost: see `balance_owner_work`; only for planned owners. The default is that of `optim.from_route`.
         near_nodes: whether owners are planned with a higher price on bytes between nodes, which `optim.from_route`, knowing
             no nodes, does not do.
@@ -62,7 +65,7 @@ class Settings:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     travel_dtype: torch.dtype = torch.bfloat16
-    finer_rows: bool = True
+    finer_rows: tuple[str, ...] = tuple(FsdpContext().finer_rows)
     byte_cost: float = BYTE_COST
     near_nodes: bool = False
     batch: tuple[int, int] | None = None
@@ -84,6 +87,8 @@ class Settings:
             raise ValueError(f"preflight: batch must be (sequences, tokens of each), got {self.batch}")
         if not (math.isfinite(self.byte_cost) and self.byte_cost >= 0):
             raise ValueError(f"preflight: byte_cost must be a number >= 0, got {self.byte_cost}")
+        if isinstance(self.finer_rows, str) or not all(isinstance(pattern, str) for pattern in self.finer_rows):
+            raise ValueError(f"preflight: finer_rows must be several patterns of names, got {self.finer_rows!r}")
         for name in ("dtype", "param_dtype", "reduce_dtype", "travel_dtype"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
@@ -135,7 +140,9 @@ class Settings:
             if value == field.default:
                 continue
             if isinstance(value, bool):
-                words.append(("--" if value else "--no-") + field.name.replace("_", "-"))
+                words.append("--" + field.name.replace("_", "-"))
+            elif field.name == "finer_rows":
+                words += [word for pattern in value for word in ("--finer-rows", pattern)]
             else:
                 plain = _plain(value)
                 word = "x".join(map(str, plain)) if isinstance(plain, list) else str(plain)

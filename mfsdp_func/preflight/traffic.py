@@ -158,7 +158,7 @@ def _collective(
     lines = _Lines(settings, axis)
     shard = torch.arange(settings.world) % settings.shards  # the last axis shards
     segments, filled = torch.zeros(2, settings.world, dtype=torch.int64)
-    native = settings.carrier == "process group"
+    native = settings.carrier == "process group" or (settings.carrier == "gloo" and kind != "allgather")
     for part, _ in _counted(uses):
         sizes = _segment_sizes(part)
         equal = part.layout.stores_equal_segments or bool((sizes == sizes[0]).all())
