@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
@@ -226,9 +227,9 @@ def test_negative_views() -> None:
 
 def test_fake_tensors() -> None:
     found: list[bool] = []
-    make_fx(lambda x: (found.append(units.is_fake(x)), x + 1)[1], tracing_mode="fake")(torch.ones(2))
+    make_fx(lambda x: (found.append(units.is_any_fake([x])), x + 1)[1], tracing_mode="fake")(torch.ones(2))
     assert found == [True]
-    assert not units.is_fake(torch.ones(2))
+    assert not units.is_any_fake([torch.ones(2)])
 
 
 PRIVATE = re.compile(r"torch\._(?!foreach|_)\w+|_functorch\b|_python_dispatch\._|_current_level|_mode_key|import _\w+")

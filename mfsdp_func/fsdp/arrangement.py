@@ -3,10 +3,31 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+import torch
 
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.param_group import ParamGroup
 from mfsdp_func.operations.dbuffer import DBuffer
+
+
+class Site(NamedTuple):
+    """One unit: what every call of it needs to know.
+
+    Attributes:
+        unit: which.
+        param_groups: its groups, in order.
+        places: for each of its names, by position in `param_groups` and in the group, which parameter.
+        ignored: names of parameters that are not sharded, relative to the module -> their first names.
+        compute_dtype: of its floating-point arguments, where `FsdpContext.cast_forward_inputs` casts them.
+    """
+
+    unit: Unit
+    param_groups: tuple[ParamGroup, ...]
+    places: tuple[tuple[int, int], ...]
+    ignored: Mapping[str, str]
+    compute_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +52,24 @@ class Arrangement:
     def names(self) -> ParameterNames:
         """The parameters of each buffer."""
         return ParameterNames(self.groups, self.places)
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """The units, in order."""
+        return tuple(map(self._site, self.units))
+
+    def _site(self, unit: Unit) -> Site:
+        groups = [self.param_groups[key] for key in unit.groups]
+        inside = f"{unit.name}." if unit.name else ""
+        dtypes = {group.param_dtype for group in groups if group.param_dtype.is_floating_point}
+        casts = len(dtypes) == 1 and any(group.param_dtype != group.main_dtype for group in groups)
+        return Site(
+            unit,
+            tuple(groups),
+            tuple((unit.groups.index(entry.group), entry.index) for _, entry in unit.names),
+            {path.removeprefix(inside): name for path, name in self.ignored.items() if path.startswith(inside)},
+            dtypes.pop() if casts else None,
+        )
 
     def check(self, given: Mapping[str, DBuffer], what: str, *, accumulates: bool = False) -> None:
         """Whether buffers are those of the trainable groups, as parameters and gradients lie, or as accumulators do.

@@ -5,17 +5,31 @@ gather's memory is free as soon as the unit has run, and nothing is computed twi
 transform is active, so saved-tensor hooks, which `torch.func` and tracing forbid or ignore, are right there.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from mfsdp_func.fsdp.torch_internals import hooks_above, hooks_allowed, negative_view, storage_of, version_of
+from mfsdp_func.fsdp.torch_internals import (
+    hooks_above,
+    hooks_allowed,
+    negative_view,
+    storage_of,
+    storages_of,
+    version_of,
+    versions_of,
+)
 from mfsdp_func.fsdp.watch import Watch, changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
+
+_LOCAL, _DTYPE, _ITEMSIZE = attrgetter("local_buffer"), attrgetter("dtype"), attrgetter("itemsize")
+_DATA, _REQUIRES_GRAD = attrgetter("data"), attrgetter("requires_grad")
 
 
 class _OfParameter:
@@ -80,10 +94,10 @@ class _Saved:
 
     def __init__(self, label: str, wholes: Sequence[DBuffer], *, traced: bool) -> None:
         self._label, self._traced = label, traced
-        self.flats = [whole.local_buffer for whole in wholes]
-        self.groups = {storage_of(flat): n for n, flat in enumerate(self.flats)}
-        self._starts = [flat.storage_offset() * flat.itemsize for flat in self.flats]
-        self._dtypes = [flat.dtype for flat in self.flats]
+        self.flats = [*map(_LOCAL, wholes)]
+        self.groups = dict(zip(storages_of(self.flats), range(len(self.flats)), strict=True))
+        self._starts = [*map(operator.mul, map(torch.Tensor.storage_offset, self.flats), map(_ITEMSIZE, self.flats))]
+        self._dtypes = [*map(_DTYPE, self.flats)]
         self._above: Any = hooks_above()
         self._entries: list[weakref.ref[_Activation]] = []
         self._packed: list[weakref.ref[_Packed]] = []
@@ -125,7 +139,7 @@ class _Saved:
 
     def settle(self, outside: Sequence[torch.Tensor]) -> None:
         """See `_Activation.settle`."""
-        storages = {storage_of(tensor): tensor for tensor in outside}
+        storages = dict(zip(storages_of(outside), outside, strict=True))
         for ref in self._entries:
             if (saved := ref()) is not None:
                 saved.settle(storages)
@@ -167,12 +181,9 @@ class UnitGraph:
             for tensor, needed in zip(inputs, wanted_inputs, strict=True)
         ]
         self._outputs: list[GradientEdge | None] = []
+        self.carries: tuple[bool, ...] = ()
+        """Of each output, whether it depends on what is wanted; known once it has run."""
         self._saved = _Saved(label, wholes, traced=traced)
-
-    @property
-    def carries(self) -> tuple[bool, ...]:
-        """Of each output, whether it depends on what is wanted."""
-        return tuple(edge is not None for edge in self._outputs)
 
     def run(
         self,
@@ -189,42 +200,44 @@ class UnitGraph:
             Escape: if a tensor enters or leaves other than as an argument or an output.
             RuntimeError: if the unit writes into a parameter.
         """
-        flat_names = [name for group in self._names for name in group]
-        flat_leaves = [leaf for group in self.leaves for leaf in group]
-        pairs = list(zip(flat_names, flat_leaves, strict=True))
-        watch = None if self._traced else Watch(self._label, pairs, self.inputs)
-        versions = [version_of(tensor) for tensor in self.inputs]
-        try:
-            with torch.enable_grad(), hooks_allowed(), self._saved.hooks(), watch or nullcontext():
-                outputs = compute(self.leaves, self.inputs)
-        except RuntimeError as error:
-            if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
-                raise changed_in_place(self._label) from error
-            raise
-        if watch is not None:
-            touched = [n for n, leaf in pairs if version_of(leaf)]
-            if touched:
-                raise written(self._label, touched)
-            if versions != [version_of(tensor) for tensor in self.inputs]:
-                raise changed_in_place(self._label)
-            watch.check_graph(outputs)
+        names, leaves = [*chain(*self._names)], [*chain(*self.leaves)]
+        watch = None if self._traced else Watch(self._label, names, leaves, self.inputs)
+        versions = versions_of(self.inputs)
         with torch.enable_grad(), hooks_allowed(), self._saved.hooks():
+            try:
+                with watch or nullcontext():
+                    outputs = compute(self.leaves, self.inputs)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
+                    raise changed_in_place(self._label) from error
+                raise
+            if watch is not None:
+                if any(counts := versions_of(leaves)):
+                    raise written(self._label, [*compress(names, counts)])
+                if versions != versions_of(self.inputs):
+                    raise changed_in_place(self._label)
+                watch.check_graph(outputs)
             # An output may be an argument, or an alias of one or of a parameter: Functions return new tensors.
-            storages = {*self._saved.groups, *map(storage_of, self.inputs)}
-            outputs = [output.clone() if storage_of(output) in storages else output for output in outputs]
-        self._outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+            own = {*self._saved.groups, *storages_of(self.inputs)}
+            for n, storage in enumerate(storages_of(outputs)):
+                if storage in own:
+                    outputs[n] = outputs[n].clone()
+        self.carries = (*map(_REQUIRES_GRAD, outputs),)
+        self._outputs = [None] * len(outputs)
+        for n in compress(range(len(outputs)), self.carries):
+            self._outputs[n] = get_gradient_edge(outputs[n])
         # A result will hold the node that holds this graph; what counts the writes into it must not hold the result.
-        plain = [output.detach() if self._traced else output.data for output in outputs]
-        del outputs
+        plain = [*map(torch.Tensor.detach if self._traced else _DATA, outputs)]
+        outputs.clear()
         self._saved.settle([*outside, *self.inputs, *plain])
-        results = plain if self._traced else [output.detach() for output in plain]
+        results = plain if self._traced else [*map(torch.Tensor.detach, plain)]
         if watch is not None:
             watch.check_alive()
         return results
 
     def empty(self) -> None:
         """Let go of the memory of parameters and inputs. Whoever reads one of them now, reads NaN."""
-        for leaf in [] if self._traced else [*(leaf for group in self.leaves for leaf in group), *self.inputs]:
+        for leaf in () if self._traced else chain(*self.leaves, self.inputs):
             value = torch.nan if leaf.is_floating_point() or leaf.is_complex() else 0
             leaf.data = torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
         self._saved.flats = []
@@ -236,10 +249,9 @@ class UnitGraph:
         if not self._traced:
             for leaf, value in zip(self.inputs, inputs, strict=True):
                 leaf.data = value.detach()
-        self._saved.flats = [whole.local_buffer for whole in wholes]
-        for group, values in zip([] if self._traced else self.leaves, params, strict=False):
-            for leaf, value in zip(group, values, strict=True):
-                leaf.data = value
+        self._saved.flats = [*map(_LOCAL, wholes)]
+        for leaf, value in () if self._traced else zip(chain(*self.leaves), chain(*params), strict=True):
+            leaf.data = value
 
     def differentiate(
         self,
@@ -259,16 +271,16 @@ class UnitGraph:
             keep: whether the graph shall serve again.
             placed: puts parameters and inputs into the module, for what runs again inside (activation checkpointing).
         """
-        pairs = [
-            (edge, cotangent)
-            for edge, cotangent in zip(self._outputs, cotangents, strict=True)
-            if edge is not None and cotangent is not None
-        ]
-        asked = [group for group, needed in zip(self.leaves, groups, strict=True) if needed]
-        wanted = [leaf for group in asked for leaf in group]
-        wanted += [tensor for tensor, needed in zip(self.inputs, inputs, strict=True) if needed]
+        used: list[GradientEdge] = []
+        given: list[torch.Tensor] = []
+        for edge, cotangent in zip(self._outputs, cotangents, strict=True):
+            if edge is not None and cotangent is not None:
+                used.append(edge)
+                given.append(cotangent)
+        asked = [*compress(self.leaves, groups)]
+        wanted = [*chain(*asked), *compress(self.inputs, inputs)]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
+        if used and wanted:
             self._saved.unpack()
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -276,19 +288,22 @@ class UnitGraph:
                 if not self._traced:
                     stack.enter_context(placed(self.leaves, self.inputs))
                 found = torch.autograd.grad(
-                    [edge for edge, _ in pairs],
+                    used,
                     wanted,
-                    [cotangent for _, cotangent in pairs],
+                    given,
                     retain_graph=keep,
                     allow_unused=True,
                 )
-        given = {id(cotangent) for cotangent in cotangents}
-        each = iter(
-            torch.zeros_like(leaf) if gradient is None else gradient.clone() if id(gradient) in given else gradient
-            for leaf, gradient in zip(wanted, found, strict=True)
-        )
-        of_groups = [[next(each) for _ in group] for group in asked]
-        return of_groups, list(each)
+        ids = {*map(id, given)}
+        each: list[torch.Tensor] = []
+        for leaf, gradient in zip(wanted, found, strict=True):
+            new = torch.zeros_like(leaf) if gradient is None else gradient
+            each.append(new.clone() if id(new) in ids else new)
+        of_groups: list[list[torch.Tensor]] = []
+        for group in asked:
+            of_groups.append(each[: len(group)])
+            del each[: len(group)]
+        return of_groups, each
 
 
 def _leaf(param: torch.Tensor, wanted: bool, traced: bool) -> torch.Tensor:

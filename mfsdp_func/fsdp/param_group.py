@@ -91,7 +91,7 @@ class ParamGroup:
         return redistribute(self._source(source), self.whole.placements, async_op=True)
 
     def _source(self, source: torch.Tensor) -> DBuffer:
-        return DBuffer(self.resting, source).cast(self.param_dtype)
+        return DBuffer(self.resting, source if source.dtype == self.param_dtype else source.to(self.param_dtype))
 
     def gather_averaging(self, shard: torch.Tensor) -> DBuffer:
         """The whole buffer from the main weights. Differentiable, with the mean over ranks as its gradient."""
@@ -112,7 +112,13 @@ class ParamGroup:
 
     def params(self, full: DBuffer) -> list[torch.Tensor]:
         """The parameters as views of the whole buffer, in their logical shapes."""
-        return [full.get_tensor_view(i).view(shape) for i, shape in enumerate(self.shapes)]
+        flat = full.local_buffer
+        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in self._views]
+
+    @cached_property
+    def _views(self) -> tuple[tuple[int, torch.Size], ...]:
+        """Where each parameter lies in the whole buffer."""
+        return tuple(zip(self.spec.layout.tensor_to_offset, self.shapes, strict=True))
 
     def flat(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradients of all parameters as one flat buffer in `reduce_dtype`; padding is zero."""
@@ -237,8 +243,8 @@ class GatherCache:
     def start(self, pairs: Iterable[tuple[ParamGroup, torch.Tensor]]) -> None:
         """Start gathering; nothing where it is under way already."""
         for group, source in pairs:
-            if _identity(group, source) not in self._entries:
-                self._entries[_identity(group, source)] = (*group.start_gather(source), source)
+            if (identity := _identity(group, source)) not in self._entries:
+                self._entries[identity] = (*group.start_gather(source), source)
 
     def take(self, group: ParamGroup, source: torch.Tensor) -> DBuffer:
         """The whole buffer of a source, waited for."""
@@ -255,6 +261,8 @@ class GatherCache:
     def drop(self) -> None:
         """Wait for gathers that nobody took (the order of units has changed), and forget them."""
         entries, self._entries = self._entries, {}
+        if not entries:
+            return
         with outside_transforms():  # they were started outside of the transform that may be active now
             for _, token, _ in entries.values():
                 token.wait()

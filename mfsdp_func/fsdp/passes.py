@@ -1,8 +1,10 @@
 """One forward pass: which parameters a unit takes, where they are gathered from, and which unit comes next."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -12,19 +14,21 @@ from torch.utils import _pytree as pytree
 from mfsdp_func.effects.agreement import agree, checking
 from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.here import carrier_of
-from mfsdp_func.effects.torch_internals import is_untransformed, unwrapped
-from mfsdp_func.fsdp.arrangement import Arrangement
+from mfsdp_func.effects.torch_internals import is_transformed, is_untransformed, unwrapped
+from mfsdp_func.fsdp.arrangement import Arrangement, Site
 from mfsdp_func.fsdp.grouping import Unit
 from mfsdp_func.fsdp.param_group import GatherCache, Kept, ParamGroup
-from mfsdp_func.fsdp.replay import Start, buffers_written, is_traced, swapped
+from mfsdp_func.fsdp.replay import Start, buffers_written, exchanged, is_traced, places_of, swapped
 from mfsdp_func.fsdp.torch_internals import current_node, inner_of, is_batched, is_wrapped, version_of
-from mfsdp_func.fsdp.trees import containers_of, substituted, tensor_leaves
+from mfsdp_func.fsdp.trees import containers_of, flat_leaves, flat_substituted, is_flat, substituted, tensor_leaves
 from mfsdp_func.fsdp.unit import UnitCall
 from mfsdp_func.fsdp.unit_function import call_of_node, call_unit
 from mfsdp_func.fsdp.watch import written
 from mfsdp_func.operations.dbuffer import DBuffer
 
 Params: TypeAlias = Mapping[str, DBuffer]
+
+_PATH = itemgetter(0)
 
 
 @dataclass(eq=False)
@@ -76,12 +80,13 @@ class Pass:
     def held(self) -> Generator[None, None, None]:
         """Gather the parameters of held units until the end of the pass."""
         places = {path: self.ignored[name] for path, name in self.arrangement.ignored.items()}
-        for unit in self.units:
+        for unit in self.arrangement.units:
             if unit.held:
                 places |= {f"{unit.name}.{path}".lstrip("."): p for path, p in self._kept_places(unit).items()}
-        with swapped(self.skeleton, places), buffers_written(self._open_modules()):
+        open_modules = self._open_modules() if is_transformed() else ()
+        with swapped(self.skeleton, places), buffers_written(open_modules):
             yield
-        self._check_unwritten([unit for unit in self.units if unit.held])
+        self._check_unwritten(self.arrangement.units)
 
     def _open_modules(self) -> list[nn.Module]:
         """The modules that run as any module does, and not as one operation with others."""
@@ -93,58 +98,57 @@ class Pass:
 
     def run_unit(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a unit's own forward, with its parameters gathered."""
-        unit = self.units[index]
+        site = self.arrangement.sites[index]
+        unit = site.unit
         module = self.skeleton.get_submodule(unit.name)
-        modules = list(module.modules())
-        tensors, rebuild = tensor_leaves((args, kwargs))
-        if self.param_groups[unit.groups[0]].rests_whole:
-            args, kwargs = rebuild([self._cast(unit, tensor) for tensor in tensors])
+        flat = is_flat(args, kwargs)
+        tensors, rebuild = flat_leaves(args, kwargs) if flat else tensor_leaves((args, kwargs))
+        if site.param_groups[0].rests_whole:
+            args, kwargs = rebuild(self._cast(site, tensors))
             with swapped(module, self._kept_places(unit)):
                 results = forward(*args, **kwargs)
             self._check_unwritten([unit])
             return results
         if checking() and not is_traced([buffer.local_buffer for buffer in self.params.values()]):
             self._agree_on(unit)
-        whole = {
-            path.removeprefix(f"{unit.name}.").lstrip("."): self.ignored[name]
-            for path, name in self.arrangement.ignored.items()
-            if not unit.name or path.startswith(f"{unit.name}.")
-        }
-        routed = (tensor for tensor in (*tensors, *whole.values()) if _is_routed(tensor))
-        inputs = list({id(tensor): tensor for tensor in routed}.values())
-        numbers = {id(tensor): n for n, tensor in enumerate(inputs)}
-        slots = [numbers.get(id(tensor), tensor) for tensor in tensors]
-        own = containers_of((args, kwargs))
+        whole = dict(zip(site.ignored, map(self.ignored.__getitem__, site.ignored.values()), strict=True))
+        routed = _routed([*tensors, *whole.values()])
+        numbers = dict(zip(routed, range(len(routed)), strict=True))
+        slots = [*map(numbers.get, map(id, tensors), tensors)]
+        modules, own = list(module.modules()), set[int]() if flat else containers_of((args, kwargs))
+        places = places_of(module, (*map(_PATH, unit.names), *whole))
         structure: list[Any] = []
         starts: list[Start] = []
 
         def placed(
             params: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor]
         ) -> AbstractContextManager[None]:
-            by_group = dict(zip(unit.groups, params, strict=True))
-            places = {path: by_group[entry.group][entry.index] for path, entry in unit.names}
-            places |= {path: given[numbers[id(value)]] for path, value in whole.items() if id(value) in numbers}
-            return swapped(module, places)
+            values = [params[group][i] for group, i in site.places]
+            if whole:
+                values += [given[numbers[id(v)]] if id(v) in numbers else v for v in whole.values()]
+            return exchanged(places, values)
 
         def compute(params: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            casted = [self._cast(unit, given[slot] if isinstance(slot, int) else slot) for slot in slots]
+            casted = self._cast(site, [given[slot] if isinstance(slot, int) else slot for slot in slots])
             if starts:  # again: on copies of the containers, as they were
                 args_again, kwargs_again = rebuild(casted)
                 with placed(params, given), starts[0].again():
-                    outputs, structure[:] = _as_list(tensor_leaves(forward(*args_again, **kwargs_again)))
+                    outputs, filled = tensor_leaves(forward(*args_again, **kwargs_again))
+                structure[:] = [filled]
                 return outputs
             starts.append(Start(module, self.changing.get(index)))
-            inner = {id(old): new for old, new in zip(tensors, casted, strict=True) if old is not new}
-            with substituted((args, kwargs), inner) as trees, placed(params, given), buffers_written(modules):
+            inner = dict(zip(map(id, tensors), casted, strict=True))
+            other = nullcontext(flat_substituted(args, kwargs, inner)) if flat else substituted((args, kwargs), inner)
+            with other as trees, placed(params, given), buffers_written(modules):
                 results = forward(*trees[0], **trees[1])
-            outputs, structure[:] = _as_list(tensor_leaves(results, own))
+            outputs, filled = tensor_leaves(results, own)
+            structure[:] = [filled]
             self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
             return outputs
 
-        others = [slot for slot in slots if isinstance(slot, torch.Tensor)]
-        others += [value for value in whole.values() if id(value) not in numbers]
-        around = [*others, *(buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None)]
-        outputs = self._call(index, inputs, compute, placed, around)
+        around = [tensor for tensor in chain(tensors, whole.values()) if id(tensor) not in numbers]
+        around += [buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None]
+        outputs = self._call(site, index, list(routed.values()), compute, placed, around)
         return structure[0](outputs)
 
     def _agree_on(self, unit: Unit) -> None:
@@ -158,15 +162,15 @@ class Pass:
 
     def _call(
         self,
+        site: Site,
         index: int,
         inputs: Sequence[torch.Tensor],
         compute: Callable[..., list[torch.Tensor]],
         placed: Callable[..., AbstractContextManager[None]],
         around: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
-        unit, place = self.units[index], len(self.sequence)
-        param_groups = tuple(self.param_groups[key] for key in unit.groups)
-        apart, accumulate = param_groups[0].rests_apart, self.accumulator is not None
+        unit, place = site.unit, len(self.sequence)
+        apart, accumulate = site.param_groups[0].rests_apart, self.accumulator is not None
         after, before = ((), ()) if self.ended else self._neighbours(place, index)
         if not self.ended:
             self.sequence.append(index)
@@ -175,7 +179,7 @@ class Pass:
             compute,
             placed,
             around,
-            param_groups,
+            site.param_groups,
             accumulate=accumulate,
             apart=apart,
             following=self._sources(after),
@@ -184,21 +188,18 @@ class Pass:
             recompute=unit.name in self.recompute,
             origin=self,
         )
-        return call_unit(
-            call,
-            [
-                *(self.params[key].local_buffer for key in unit.groups),
-                *(self._accumulator_or_zeros(key) for key in unit.groups if accumulate),
-                *(self._source(key) for key in unit.groups if apart),
-                *inputs,
-            ],
-        )
+        tensors = [self.params[key].local_buffer for key in unit.groups]
+        if accumulate:
+            tensors += map(self._accumulator_or_zeros, unit.groups)
+        if apart:
+            tensors += map(self._source, unit.groups)
+        return call_unit(call, [*tensors, *inputs])
 
     def _check_unwritten(self, units: Sequence[Unit]) -> None:
         """Parameters that stay gathered for the pass were not written into."""
-        for unit in units:
+        for unit in units if self._kept else ():
             for key in unit.groups:
-                if self._kept_versions.get(key, 0) != (now := _version(self._kept[key][0])):
+                if key in self._kept and self._kept_versions.get(key, 0) != (now := _version(self._kept[key][0])):
                     self._kept_versions[key] = now
                     raise written(unit.name, self.param_groups[key].names)
 
@@ -217,27 +218,25 @@ class Pass:
         key, index = self.arrangement.places[name]
         return self._kept[key][index] if key in self._kept else None
 
-    def _cast(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-        if not (self.cast_inputs and tensor.is_floating_point()):
-            return tensor
-        groups = [self.param_groups[key] for key in unit.groups]
-        wanted = {b.param_dtype for b in groups if b.param_dtype.is_floating_point}
-        changed = any(b.param_dtype != b.main_dtype for b in groups)
-        return tensor.to(next(iter(wanted))) if changed and len(wanted) == 1 else tensor
+    def _cast(self, site: Site, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.cast_inputs or site.compute_dtype is None:
+            return tensors
+        return [tensor.to(site.compute_dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
     def _neighbours(self, place: int, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Groups of the units that ran after and before this one the last time; none where the order has changed."""
         if self.cache is None or place >= len(self.order) or self.order[place] != index:
             return (), ()
-        own = self.units[index].groups
-        after = self.units[self.order[place + 1]].groups if place + 1 < len(self.order) else ()
-        before = self.units[self.order[place - 1]].groups if place else ()
-        return tuple(k for k in after if k not in own), tuple(k for k in before if k not in own)
+        units = self.arrangement.units
+        own = frozenset(units[index].groups)
+        after = units[self.order[place + 1]].groups if place + 1 < len(self.order) else ()
+        before = units[self.order[place - 1]].groups if place else ()
+        return (*filterfalse(own.__contains__, after),), (*filterfalse(own.__contains__, before),)
 
     def _source(self, key: str) -> torch.Tensor:
         """What a group is gathered from."""
         shard = self.params[key].local_buffer.detach()
-        if not self.param_groups[key].rests_apart:
+        if not self.arrangement.param_groups[key].rests_apart:
             return shard
         if key not in self._resting:
             self._resting[key] = self.param_groups[key].rest(shard)
@@ -251,7 +250,7 @@ class Pass:
             while is_wrapped(source) and not is_batched(source):
                 source = inner_of(source)
             if not is_batched(source):
-                found.append((self.param_groups[key], source))
+                found.append((self.arrangement.param_groups[key], source))
         return tuple(found)
 
     def _accumulator(self, key: str) -> torch.Tensor | None:
@@ -283,13 +282,14 @@ def pass_of_backward(skeleton: nn.Module) -> Pass | None:
     return None
 
 
-def _as_list(leaves: tuple[list[torch.Tensor], Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    return leaves[0], [leaves[1]]
-
-
-def _is_routed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor must come as an input of the operation; the others are constants of it."""
-    return tensor.requires_grad or not is_untransformed() or is_traced([tensor]) or is_wrapped(tensor)
+def _routed(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The tensors that must come as inputs of the operation, by id; the others are constants of it."""
+    every = not is_untransformed() or is_traced(tensors)
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if every or tensor.requires_grad or is_wrapped(tensor):
+            found[id(tensor)] = tensor
+    return found
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -2,21 +2,24 @@
 
 import random
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from mfsdp_func.effects import torch_internals
-from mfsdp_func.fsdp.torch_internals import is_fake, version_of
+from mfsdp_func.fsdp.torch_internals import is_any_fake, version_of
+
+_TRAINING = attrgetter("training")
 
 
 def is_traced(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a compiler looks on: no value is known, and what happens now is not what will run."""
-    return any(map(is_fake, tensors)) or torch_internals.is_traced()
+    return is_any_fake(tensors) or torch_internals.is_traced()
 
 
 def random_states() -> tuple[Any, Any]:
@@ -73,7 +76,7 @@ class Ambient:
     @classmethod
     def current(cls, tensors: Sequence[torch.Tensor]) -> "Ambient":
         """As it is now, for a computation on `tensors`."""
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        device = tensors[0].device if tensors else torch.device("cpu")
         torch_states = others = None
         if not is_traced(tensors):
             others = random_states()
@@ -110,7 +113,8 @@ class Start:
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[str] | None) -> None:
-        self._modes = [(sub, sub.training) for sub in module.modules()]
+        modules = [*module.modules()]
+        self._modes = [*zip(modules, map(_TRAINING, modules), strict=True)]
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str, str, torch.Tensor, int]] = []
         self._values: dict[str, torch.Tensor] = {}
         self._changed = frozenset[str]()
@@ -159,21 +163,36 @@ class Start:
 @contextmanager
 def swapped(module: nn.Module, params: Mapping[str, torch.Tensor]) -> Generator[None, None, None]:
     """Put tensors in the place of a module's parameters, by qualified name."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in params]
+    with exchanged(places_of(module, params), list(params.values())):
+        yield
+
+
+Place: TypeAlias = tuple[nn.Module, str]
+"""What owns a parameter, and the name that it has there."""
+
+
+def places_of(module: nn.Module, names: Iterable[str]) -> list[Place]:
+    """Where a module holds each of its parameters."""
+    parts = [name.rpartition(".") for name in names]
+    return [(module.get_submodule(path), leaf) for path, _, leaf in parts]
+
+
+@contextmanager
+def exchanged(places: Sequence[Place], values: Sequence[Any]) -> Generator[None, None, None]:
+    """Put values in the places of others."""
     before = [owner._parameters[leaf] for owner, leaf in places]
     try:
-        for (owner, leaf), tensor in zip(places, params.values(), strict=True):
-            _put(owner, leaf, tensor)
+        _put(places, values)
         yield
     finally:
-        for (owner, leaf), tensor in zip(places, before, strict=True):
-            _put(owner, leaf, tensor)
+        _put(places, before)
 
 
-def _put(owner: nn.Module, leaf: str, tensor: Any) -> None:
-    owner._parameters[leaf] = tensor
-    if isinstance(owner, nn.RNNBase):  # which keeps a list of its parameters besides
-        owner._flat_weights[owner._flat_weights_names.index(leaf)] = tensor
+def _put(places: Sequence[Place], values: Sequence[Any]) -> None:
+    for (owner, leaf), value in zip(places, values, strict=True):
+        owner._parameters[leaf] = value
+        if isinstance(owner, nn.RNNBase):  # which keeps a list of its parameters besides, and makes it anew
+            owner._flat_weights[owner._flat_weights_names.index(leaf)] = value
 
 
 @contextmanager

@@ -23,8 +23,9 @@ other rooms need of the kind is in `mfsdp_func.effects.torch_internals`.
   `test_what_cannot_be_copied_is_refused_by_name` of ``tests/test_fsdp_once.py``.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from torch._opaque_base import OpaqueBase as Guarded
 from torch._subclasses.fake_tensor import FakeTensor
 
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
+_VERSION, _LAYOUT, _CDATA = attrgetter("_version"), attrgetter("layout"), attrgetter("_cdata")
 
 # Autograd.
 
@@ -73,19 +76,12 @@ def current_node() -> Any:
 # Tensors.
 
 
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a transform."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether `vmap` maps over a tensor."""
-    return _functorch.is_batchedtensor(tensor)
-
-
-def inner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A transform's tensor as the next transform outside has it."""
-    return _functorch.get_unwrapped(tensor)
+is_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform."""
+is_batched: Callable[[torch.Tensor], bool] = _functorch.is_batchedtensor
+"""Whether `vmap` maps over a tensor."""
+inner_of: Callable[[torch.Tensor], torch.Tensor] = _functorch.get_unwrapped
+"""A transform's tensor as the next transform outside has it."""
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -93,9 +89,23 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
+def storages_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`storage_of` of each."""
+    if {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+        return [*map(_CDATA, map(torch.Tensor.untyped_storage, tensors))]
+    return [storage_of(tensor) for tensor in tensors]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written into; tensors made in inference mode do not count it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` of each."""
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return [version_of(tensor) for tensor in tensors]
+    return [*map(_VERSION, tensors)]
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,9 +113,9 @@ def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values, because a compiler looks on."""
-    return isinstance(tensor, FakeTensor)
+def is_any_fake(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the tensors has no values, because a compiler looks on."""
+    return FakeTensor in {*map(type, tensors)}
 
 
 def plain_subclass(cls: type[torch.Tensor], value: torch.Tensor, requires_grad: bool) -> Any:

@@ -8,7 +8,42 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+
+_SINGLE = frozenset([torch.Tensor, nn.Parameter])
+_FLAT = _SINGLE | {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def is_flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is nothing among arguments but tensors and constants."""
+    return _FLAT.issuperset(map(type, (*args, *kwargs.values())))
+
+
+def flat_leaves(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """`tensor_leaves` of ``(args, kwargs)`` that are flat."""
+    leaves, count = [*args, *kwargs.values()], len(args)
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return tuple(filled[:count]), dict(zip(kwargs, filled[count:], strict=True))
+
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], rebuild
+
+
+def flat_substituted(args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: Mapping[int, torch.Tensor]) -> Any:
+    """``(args, kwargs)`` that are flat with other tensors; see `substituted`."""
+    values = kwargs.values()
+    return (*map(inner.get, map(id, args), args),), dict(
+        zip(kwargs, map(inner.get, map(id, values), values), strict=True)
+    )
 
 
 def tensor_leaves(
@@ -20,6 +55,8 @@ def tensor_leaves(
         tree: of whatever pytree knows, and of dataclasses.
         opaque: ids of objects that are left as they are.
     """
+    if type(tree) in _SINGLE:
+        return [tree], _first
 
     def is_leaf(node: Any) -> bool:
         return id(node) in opaque or _is_record(node)

@@ -6,10 +6,12 @@ the backward itself): `_Forward` runs the unit and keeps its graph without the p
 serve, the unit runs again: for derivatives beyond the first, forward mode, `vmap`, and where that was asked for.
 """
 
+import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,9 +21,11 @@ from mfsdp_func.fsdp.graph import UnitGraph
 from mfsdp_func.fsdp.operators import unit_boundary
 from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup, with_gradient_to
 from mfsdp_func.fsdp.replay import Ambient, is_traced, nothing_drawn
-from mfsdp_func.fsdp.torch_internals import keeps_graph, version_of
+from mfsdp_func.fsdp.torch_internals import keeps_graph, version_of, versions_of
 from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
+
+_NAMES = attrgetter("names")
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Params: TypeAlias = Sequence[Sequence[torch.Tensor]]
@@ -135,7 +139,7 @@ class UnitCall:
         with nothing_drawn(f"unit {self.label!r}") if traced else nullcontext():
             graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
         graph.empty()
-        floats = tuple(map(is_differentiable, outputs))
+        floats = differentiable(outputs)
         sums = tuple(map(_fingerprint, outputs)) if self.recompute and not traced else ()
         self.learned = Learned(ambient, floats, graph.carries, sums)
         self.graph = graph if any(graph.carries) and not self.recompute else None
@@ -172,12 +176,10 @@ class UnitCall:
         finally:
             graph.empty()
         del wholes
-        groups = [b for b, needed in zip(self.param_groups, asked.groups, strict=True) if needed]
-        flat = [b.flat(of_groups.pop(0)) for b in groups]  # which frees them one by one
-        if not self.accumulate:
-            flat = [b.reduce(gradient) for b, gradient in zip(groups, flat, strict=True)]
-        else:
-            flat = [b.accumulated(gradient) for b, gradient in zip(groups, flat, strict=True)]
+        groups = [*compress(self.param_groups, asked.groups)]
+        flat = [group.flat(of_groups.pop(0)) for group in groups]  # which frees them one by one
+        for n, group in enumerate(groups):
+            flat[n] = group.accumulated(flat[n]) if self.accumulate else group.reduce(flat[n])
         found = (*flat, *of_inputs)
         return unit_boundary(found) if traced else found
 
@@ -230,7 +232,7 @@ class UnitCall:
         groups, inputs = self.wanted
         graph = UnitGraph(
             self.label,
-            [group.names for group in self.param_groups],
+            [*map(_NAMES, self.param_groups)],
             wholes,
             self._params(wholes),
             groups,
@@ -238,19 +240,19 @@ class UnitCall:
             inputs,
             traced=traced,
         )
-        versions = [version_of(tensor) for tensor in parts.inputs]
+        versions = versions_of(parts.inputs)
         outputs = graph.run(self.run, self.around)
-        if versions != [version_of(tensor) for tensor in parts.inputs]:
+        if versions != versions_of(parts.inputs):
             raise changed_in_place(self.label)
         return graph, outputs
 
     def _params(self, wholes: Sequence[DBuffer]) -> list[list[torch.Tensor]]:
-        return [b.params(whole) for b, whole in zip(self.param_groups, wholes, strict=True)]
+        return [*map(ParamGroup.params, self.param_groups, wholes)]
 
     def _unshard(self, parts: Parts) -> list[DBuffer]:
         """The whole buffers of all groups, from where they rest."""
         take = ParamGroup.gather if self.cache is None else self.cache.take
-        return [take(group, source) for group, source in zip(self.param_groups, parts.sources, strict=True)]
+        return [*map(take, self.param_groups, parts.sources)]
 
     def _unshard_in_order(self, parts: Parts) -> list[DBuffer]:
         """The same, with the next unit's gather in flight then."""
@@ -340,6 +342,11 @@ def _fingerprint(output: torch.Tensor) -> torch.Tensor:
 def floats_of(tensors: Sequence[torch.Tensor]) -> Tensors:
     """Those that can be differentiated."""
     return tuple(tensor for tensor in tensors if is_differentiable(tensor))
+
+
+def differentiable(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """`is_differentiable` of each."""
+    return (*map(operator.or_, map(torch.Tensor.is_floating_point, tensors), map(torch.Tensor.is_complex, tensors)),)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

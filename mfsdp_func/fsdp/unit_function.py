@@ -1,14 +1,15 @@
 """One call of a unit as an autograd function: its derivatives of any order, forward mode and batches."""
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import and_, attrgetter, is_not, not_
 from typing import Any
 
 import torch
 
 from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.torch_internals import hooks_allowed, inner_of, is_wrapped
-from mfsdp_func.fsdp.unit import Asked, Tensors, UnitCall, floats_of, is_differentiable, learned_of
+from mfsdp_func.fsdp.unit import Asked, Tensors, UnitCall, differentiable, floats_of, is_differentiable, learned_of
 
 
 class _Forward(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         learned = ctx.call.learned
         if learned is not None and not ctx.call.transformed:
-            ctx.mark_non_differentiable(*(o for o, c in zip(output, learned.carries, strict=True) if not c))
+            ctx.mark_non_differentiable(*compress(output, map(not_, learned.carries)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -39,14 +40,9 @@ class _Forward(torch.autograd.Function):
         first = len(call.param_groups) if call.accumulate else 0  # of what gradients of groups go to
         groups = needed[first : first + len(call.param_groups)]
         inputs = needed[len(needed) - len(parts.inputs) :]
-        outputs = tuple(c is not None and d for c, d in zip(cotangents, learned_of(call).outputs, strict=True))
-        asked = Asked(
-            tuple(a and b for a, b in zip(groups, wanted_groups, strict=True)),
-            tuple(a and b for a, b in zip(inputs, wanted_inputs, strict=True)),
-            outputs,
-        )
-        used = [cotangent for cotangent, is_used in zip(cotangents, outputs, strict=True) if is_used]
-        gradients = iter(_Backward.apply(call, asked, *tensors, *used))
+        outputs = (*map(and_, map(is_not, cotangents, repeat(None)), learned_of(call).outputs),)
+        asked = Asked((*map(and_, groups, wanted_groups),), (*map(and_, inputs, wanted_inputs),), outputs)
+        gradients = iter(_Backward.apply(call, asked, *tensors, *compress(cotangents, outputs)))
         found: list[Any] = [None] * len(needed)
         for n, is_asked in enumerate(asked.groups):
             found[first + n] = next(gradients) if is_asked else None
@@ -94,7 +90,7 @@ class _Backward(torch.autograd.Function):
         return _vmapped(_differentiated(call, asked), info, in_dims[2:], tensors)
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _TRAINABLE = attrgetter("requires_grad"), attrgetter("trainable")
 
 
 def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -105,10 +101,9 @@ def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch
         return call.forward(tensors)
     parts = call.split(tensors)
     takers = parts.accumulators if call.accumulate else parts.shards
-    call.wanted = (
-        tuple(b.trainable and _is_differentiated(t) for b, t in zip(call.param_groups, takers, strict=True)),
-        tuple(is_differentiable(t) and _is_differentiated(t) for t in parts.inputs),
-    )
+    of_groups = map(and_, map(_TRAINABLE, call.param_groups), map(_is_differentiated, takers))
+    of_inputs = map(and_, differentiable(parts.inputs), map(_is_differentiated, parts.inputs))
+    call.wanted = (*of_groups,), (*of_inputs,)
     call._transformed = not plain  # pyright: ignore[reportPrivateUsage]
     return _Forward.apply(call, *tensors)
 

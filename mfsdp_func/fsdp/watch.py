@@ -6,6 +6,8 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, gt
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mfsdp_func.effects.torch_internals import is_transformed
-from mfsdp_func.fsdp.torch_internals import is_wrapped, storage_of
+from mfsdp_func.fsdp.torch_internals import is_wrapped, storage_of, storages_of
+
+_GRAD_FN = attrgetter("grad_fn")
 
 _REMEDY = (
     "Units run as one operation, differentiated with respect to their parameters and the tensors among their arguments,"
@@ -49,21 +53,24 @@ class Watch(TorchFunctionMode):
 
     Args:
         label: the unit's name.
-        params: names and parameters.
+        names: of its parameters.
+        params: they themselves.
         inputs: the unit's differentiable arguments.
     """
 
-    def __init__(self, label: str, params: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, label: str, names: Sequence[str], params: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
         self._label = label
         self._params = params
-        self._storages = {storage_of(param) for _, param in params}
-        self._starts = sorted((param.data_ptr(), name) for name, param in params if param.numel())
-        self._by_id = {id(param): name for name, param in params}
+        self._names = names
+        self._storages = {*storages_of(params)}
+        self._by_id = dict(zip(map(id, params), names, strict=True))
         self._own = {*self._by_id, *map(id, inputs)}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         # Parameters themselves may be kept too. Their nodes in the graph count as one reference.
-        self._counts = [sys.getrefcount(param) + 1 for _, param in self._params]
+        self._counts = [*map((1).__add__, map(sys.getrefcount, params))]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -71,11 +78,9 @@ class Watch(TorchFunctionMode):
             results = func(*args, **(kwargs or {}))
         else:
             for value in args:
-                if isinstance(value, (list, tuple)):
-                    for item in value:
-                        self._check_wrapped(item)
-                else:
-                    self._check_wrapped(value)
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(item, torch.Tensor) and is_wrapped(item) and not is_transformed():
+                        raise self.foreign(item)
             if (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE:
                 self._check_written(name, args)
             results = func(*args, **(kwargs or {}))
@@ -87,12 +92,6 @@ class Watch(TorchFunctionMode):
                     self._learn(result)
         return results
 
-    def _check_wrapped(self, value: object) -> None:
-        if not isinstance(value, torch.Tensor):
-            return
-        if is_wrapped(value) and not is_transformed():
-            raise self.foreign(value)
-
     def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], torch.Tensor) and name not in ("requires_grad_", "retain_grad", "detach_"):
             owner = self._by_id.get(id(args[0])) or self._owner(args[0])
@@ -101,9 +100,11 @@ class Watch(TorchFunctionMode):
 
     def _owner(self, tensor: torch.Tensor) -> str | None:
         """The parameter in whose memory a tensor lies."""
-        if storage_of(tensor) not in self._storages or not self._starts:
+        if storage_of(tensor) not in self._storages:
             return None
-        return self._starts[max(bisect.bisect_right(self._starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1]
+        pairs = zip(self._names, self._params, strict=True)
+        starts = sorted((param.data_ptr(), name) for name, param in pairs if param.numel())
+        return starts[max(bisect.bisect_right(starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1] if starts else None
 
     def _learn(self, tensor: torch.Tensor) -> None:
         if is_wrapped(tensor):
@@ -125,8 +126,8 @@ class Watch(TorchFunctionMode):
         Raises:
             Escape: if there is one.
         """
-        pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen = set[Any](pending)
+        seen = {*map(_GRAD_FN, outputs)} - {None}
+        pending: list[Any] = [*seen]
         while pending:
             node = pending.pop()
             variable = node.variable if type(node).__name__ == "AccumulateGrad" else None
@@ -164,10 +165,10 @@ class Watch(TorchFunctionMode):
             )
 
     def _alive(self) -> list[torch.Tensor]:
+        kept = [*map(gt, map(sys.getrefcount, self._params), self._counts)]
         found = [tensor for ref in self._made.values() if (tensor := ref()) is not None]
-        pairs = zip(self._params, self._counts, strict=True)
-        found += [param for (_, param), count in pairs if sys.getrefcount(param) > count]
-        return [tensor for tensor in found if tensor.numel()]
+        found += compress(self._params, kept)
+        return [tensor for tensor in found if tensor.numel()] if found else []
 
 
 def _named_by_callers() -> set[int]:
