@@ -134,7 +134,9 @@ def fully_shard(
         Arrangement(found, groups, places, param_groups, _every_name(module, ignored)),
         frozen,
         prefetch=chosen.prefetch,
-        recompute=_recomputed(found, chosen.recompute),
+        recompute=_named_units(found, "recompute", chosen.recompute),
+        compiled=_named_units(found, "compile", chosen.compile),
+        compile_options=chosen.compile_options,
         cast_inputs=chosen.cast_forward_inputs,
         output_dtype=chosen.output_dtype,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
@@ -189,13 +191,13 @@ def _every_name(module: nn.Module, ignored: Sequence[str]) -> dict[str, str]:
     return {name: first[id(param)] for name, param in every if id(param) in first}
 
 
-def _recomputed(units: Sequence[Unit], recompute: bool | Iterable[str]) -> frozenset[str]:
+def _named_units(units: Sequence[Unit], what: str, given: bool | Iterable[str]) -> frozenset[str]:
     names = [unit.name for unit in units if not unit.held]
-    if isinstance(recompute, bool):
-        return frozenset(names if recompute else ())
-    chosen = frozenset([recompute] if isinstance(recompute, str) else recompute)
+    if isinstance(given, bool):
+        return frozenset(names if given else ())
+    chosen = frozenset([given] if isinstance(given, str) else given)
     if unknown := sorted(chosen.difference(names)):
-        raise ValueError(f"fully_shard: recompute names {unknown[0]!r}, expected names of units: {names}")
+        raise ValueError(f"fully_shard: {what} names {unknown[0]!r}, expected names of units: {names}")
     return chosen
 
 

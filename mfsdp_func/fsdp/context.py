@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,11 @@ class FsdpContext:
         deterministic: average gradients by a fold in rank order; see `reduce_scatter`.
         recompute: names of units that keep no activations, and run again in the backward pass; True for all. Gives the same
             numbers where a unit draws from the global generators of torch, Python and NumPy alone.
+        compile: names of units whose forward is compiled, each for itself, as `torch.nn.Module.compile` does for the blocks of
+            an FSDP2 model; True for all. Equal units are compiled once, whatever the depth. The first call of each runs
+            as it is, watched for tensors that enter or leave unseen, which compiled code does not show. In a compiled
+            region around `apply`, and where a unit runs again, nothing is compiled apart.
+        compile_options: keywords of `torch.compile` for these units.
         ignored: names of parameters that stay whole on every rank, each with the rank's own value, in
             `ShardedModule.ignored_params`. As in FSDP2, their gradients are this rank's own, and nobody averages them.
         prefetch: in eager mode, gather the next unit's parameters while this unit computes.
@@ -51,6 +57,8 @@ class FsdpContext:
     cast_forward_inputs: bool = True
     deterministic: bool = False
     recompute: bool | frozenset[str] | tuple[str, ...] = False
+    compile: bool | frozenset[str] | tuple[str, ...] = False
+    compile_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     ignored: frozenset[str] | tuple[str, ...] = ()
     prefetch: bool = True
     init: Callable[[str, nn.Module], None] | None = field(default=None)

@@ -189,12 +189,15 @@ class UnitGraph:
         self,
         compute: Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]],
         outside: Sequence[torch.Tensor],
+        *,
+        watched: bool,
     ) -> list[torch.Tensor]:
         """The unit's outputs, without a graph; it stays here. Parameters are there until `empty` is called.
 
         Args:
             compute: gives the outputs.
             outside: other tensors that the unit may have saved, and others may write into.
+            watched: whether to look on at each operation; compiled code would not run then.
 
         Raises:
             Escape: if a tensor enters or leaves other than as an argument or an output.
@@ -205,7 +208,7 @@ class UnitGraph:
         versions = versions_of(self.inputs)
         with torch.enable_grad(), hooks_allowed(), self._saved.hooks():
             try:
-                with watch or nullcontext():
+                with watch if watch is not None and watched else nullcontext():
                     outputs = compute(self.leaves, self.inputs)
             except RuntimeError as error:
                 if "leaf Variable that requires grad is being used in an in-place operation" in str(error):

@@ -16,6 +16,7 @@ from mfsdp_func.effects.carrier import Call
 from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.effects.torch_internals import is_transformed, is_untransformed, unwrapped
 from mfsdp_func.fsdp.arrangement import Arrangement, Site
+from mfsdp_func.fsdp.forward import Forward
 from mfsdp_func.fsdp.grouping import Unit
 from mfsdp_func.fsdp.param_group import GatherCache, Kept, ParamGroup
 from mfsdp_func.fsdp.replay import Start, buffers_written, exchanged, is_traced, places_of, swapped
@@ -96,7 +97,7 @@ class Pass:
         closed = {id(sub) for unit in units for sub in unit.modules()}
         return [sub for sub in self.skeleton.modules() if id(sub) not in closed]
 
-    def run_unit(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unit(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a unit's own forward, with its parameters gathered."""
         site = self.arrangement.sites[index]
         unit = site.unit
@@ -104,6 +105,7 @@ class Pass:
         flat = is_flat(args, kwargs)
         tensors, rebuild = flat_leaves(args, kwargs) if flat else tensor_leaves((args, kwargs))
         if site.param_groups[0].rests_whole:
+            forward.is_checked = True  # it runs like any module
             args, kwargs = rebuild(self._cast(site, tensors))
             with swapped(module, self._kept_places(unit)):
                 results = forward(*args, **kwargs)
@@ -133,7 +135,7 @@ class Pass:
             if starts:  # again: on copies of the containers, as they were
                 args_again, kwargs_again = rebuild(casted)
                 with placed(params, given), starts[0].again():
-                    outputs, filled = tensor_leaves(forward(*args_again, **kwargs_again))
+                    outputs, filled = tensor_leaves(forward.plain(*args_again, **kwargs_again))
                 structure[:] = [filled]
                 return outputs
             starts.append(Start(module, self.changing.get(index)))
@@ -148,7 +150,7 @@ class Pass:
 
         around = [tensor for tensor in chain(tensors, whole.values()) if id(tensor) not in numbers]
         around += [buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None]
-        outputs = self._call(site, index, list(routed.values()), compute, placed, around)
+        outputs = self._call(site, index, list(routed.values()), compute, placed, around, forward)
         return structure[0](outputs)
 
     def _agree_on(self, unit: Unit) -> None:
@@ -168,6 +170,7 @@ class Pass:
         compute: Callable[..., list[torch.Tensor]],
         placed: Callable[..., AbstractContextManager[None]],
         around: Sequence[torch.Tensor],
+        forward: Forward,
     ) -> Sequence[torch.Tensor]:
         unit, place = site.unit, len(self.sequence)
         apart, accumulate = site.param_groups[0].rests_apart, self.accumulator is not None
@@ -186,6 +189,7 @@ class Pass:
             preceding=self._sources(before),
             cache=self.cache,
             recompute=unit.name in self.recompute,
+            watched=not forward.is_compiled,
             origin=self,
         )
         tensors = [self.params[key].local_buffer for key in unit.groups]
@@ -193,7 +197,9 @@ class Pass:
             tensors += map(self._accumulator_or_zeros, unit.groups)
         if apart:
             tensors += map(self._source, unit.groups)
-        return call_unit(call, [*tensors, *inputs])
+        outputs = call_unit(call, [*tensors, *inputs])
+        forward.is_checked = forward.is_checked or call.checked
+        return outputs
 
     def _check_unwritten(self, units: Sequence[Unit]) -> None:
         """Parameters that stay gathered for the pass were not written into."""

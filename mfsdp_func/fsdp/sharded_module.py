@@ -17,6 +17,7 @@ from mfsdp_func.effects.torch_internals import is_transformed
 from mfsdp_func.fsdp.absent import AbsentParameter
 from mfsdp_func.fsdp.arrangement import Arrangement
 from mfsdp_func.fsdp.compiled import call_in_graph, register
+from mfsdp_func.fsdp.forward import Forward
 from mfsdp_func.fsdp.freezing import frozen_names, moved_to, named_parameters, with_frozen
 from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.guards import PlainState
@@ -50,6 +51,8 @@ class ShardedModule:
         *,
         prefetch: bool,
         recompute: frozenset[str],
+        compiled: frozenset[str],
+        compile_options: Mapping[str, Any],
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
         device_mesh: DeviceMesh | None,
@@ -66,7 +69,8 @@ class ShardedModule:
         for n, unit in enumerate(self.units):
             if not unit.held:
                 sub = skeleton.get_submodule(unit.name)
-                sub.forward = _UnitForward(self, n, sub)  # pyright: ignore[reportAttributeAccessIssue]
+                options = compile_options if unit.name in compiled else None
+                sub.forward = _UnitForward(self, n, sub, options)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -461,7 +465,7 @@ class ShardedModule:
         self._order = tuple(run.sequence)
         return result if self._output_dtype is None else cast_floats(result, self._output_dtype)
 
-    def run_unit(self, index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unit(self, index: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's own forward as part of the pass that is going on.
 
         Raises:
@@ -485,9 +489,12 @@ class ShardedModule:
 class _UnitForward:
     """Stands in for a unit's forward."""
 
-    def __init__(self, owner: ShardedModule, index: int, module: nn.Module) -> None:
+    def __init__(
+        self, owner: ShardedModule, index: int, module: nn.Module, compile_options: Mapping[str, Any] | None
+    ) -> None:
         functools.update_wrapper(self, module.forward)  # models look at signatures
-        self._owner, self._index, self._forward = owner, index, module.forward
+        self._owner, self._index = owner, index
+        self._forward = Forward(module.forward, compile_options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.run_unit(self._index, self._forward, args, kwargs)

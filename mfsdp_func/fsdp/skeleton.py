@@ -75,8 +75,8 @@ def _check_module(name: str, sub: nn.Module) -> None:
         )
     if is_compiled(sub):
         raise TypeError(
-            f"{where} is compiled, which its copy would not be; shard it uncompiled, and compile the step:"
-            " torch.compile(step, fullgraph=True)"
+            f"{where} is compiled, which its copy would not be; shard it uncompiled, and compile the step,"
+            " torch.compile(step, fullgraph=True), or the units, FsdpContext(compile=True)"
         )
 
 

@@ -91,6 +91,7 @@ class UnitCall:
         preceding: those of the unit that came before, likewise for the backward pass.
         cache: gathers in flight, shared by all calls of a module; None to start none.
         recompute: whether to run again in the backward pass, instead of keeping activations.
+        watched: whether what the unit does can be watched as it does it; not where it is compiled.
         origin: the pass that this is part of.
     """
 
@@ -105,6 +106,7 @@ class UnitCall:
     preceding: tuple[tuple[ParamGroup, torch.Tensor], ...]
     cache: GatherCache | None
     recompute: bool
+    watched: bool
     origin: object
     wanted: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
     """Which groups and which inputs are differentiated, by whatever transform; known when it is called."""
@@ -112,6 +114,8 @@ class UnitCall:
     """Known once it has run."""
     graph: UnitGraph | None = None
     """There from then until its backward pass."""
+    checked: bool = False
+    """Whether it has run with its graph kept, and nothing has passed its borders unseen."""
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
@@ -241,9 +245,10 @@ class UnitCall:
             traced=traced,
         )
         versions = versions_of(parts.inputs)
-        outputs = graph.run(self.run, self.around)
+        outputs = graph.run(self.run, self.around, watched=self.watched)
         if versions != versions_of(parts.inputs):
             raise changed_in_place(self.label)
+        self.checked = not traced
         return graph, outputs
 
     def _params(self, wholes: Sequence[DBuffer]) -> list[list[torch.Tensor]]:
