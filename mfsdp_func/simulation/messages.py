@@ -12,6 +12,7 @@ from mfsdp_func.effects.agreement import bytes_of
 from mfsdp_func.effects.blocks import as_bytes, packed
 from mfsdp_func.effects.streams import are_ordered, mark_used, streams_of
 from mfsdp_func.simulation.errors import SimulationError
+from mfsdp_func.simulation.rank_state import outside_modes
 
 
 class _Lent:
@@ -67,14 +68,17 @@ class Message:
         """
         if self._lent is None:
             return
-        parts = [lent.tensor() for lent in self._lent]
-        alive = [part for part in parts if part is not None]
-        if len(alive) < len(parts):
+        with outside_modes():  # no work of the rank that happens to run
+            parts = [lent.tensor() for lent in self._lent]
+            alive = [part for part in parts if part is not None]
+            freed = len(alive) < len(parts)
+            changed = not freed and not torch.equal(as_bytes(packed(alive).detach().clone()), as_bytes(self._sent))
+        if freed:
             raise SimulationError(
                 f"rank {self.src} freed memory that {self.label} was still sending to rank {self.dst}; keep a call's inputs"
                 " until its token was waited for"
             )
-        if not torch.equal(as_bytes(packed(alive).detach().clone()), as_bytes(self._sent)):
+        if changed:
             raise SimulationError(
                 f"rank {self.src} wrote into memory that {self.label} was still sending to rank {self.dst}; wait for the"
                 " call's token first"
