@@ -112,7 +112,7 @@ def check_tensors(
             )
             raise ValueError(
                 f"{linear.label}: tensor {name} has {tensor.numel()} elements {tuple(tensor.shape)} on rank"
-                f" {linear.mesh.rank}, expected {numel}; give {part}"
+                f" {linear.mesh.rank}, expected {numel} {linear.input_shape(n)}; give {part}"
             )
         if tensor.dtype != first.dtype:  # pyright: ignore[reportOptionalMemberAccess]
             raise TypeError(

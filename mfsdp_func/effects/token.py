@@ -66,6 +66,14 @@ class Token:
     Passing the token on with ``after=`` threads the link, so that a rank whose own dict was empty still runs the
     backward pass that its peers wait for. It passes through `torch.func` transforms and compiled regions, where no
     work is ever pending.
+
+    >>> from mfsdp_func import GroupOwnerLayout, Mesh, build_for_row_atomic, gather, scatter
+    >>> owners = GroupOwnerLayout(Mesh(1, rank=0), build_for_row_atomic([(2, 1)], 1), {0: 0})
+    >>> matrices, token = gather({0: torch.ones(2)}, owner_layout=owners, async_op=True)
+    >>> token.wait()  # now the matrices may be read
+    >>> rows, token = scatter(matrices, owner_layout=owners, after=token)
+    >>> token.link
+    tensor(0.)
     """
 
     link: torch.Tensor

@@ -103,6 +103,19 @@ def fully_shard(
 
     Effects: allocates this rank's shards; a unit's full parameters exist only while it is laid out. No communication,
     but for DTensor parameters; and where the agreement check is on, ranks compare hashes of all values.
+
+    >>> from mfsdp_func import RowAtomic, simulate
+    >>> def program(mesh):
+    ...     model = nn.Linear(2, 2, bias=False)
+    ...     with torch.no_grad():
+    ...         model.weight.fill_(3.0)
+    ...     rows = [RowAtomic()]
+    ...     apply, params = fully_shard(model, mesh, Placements([0], rows, rows, rows))
+    ...     batch = torch.ones(1, 2) * (1 + mesh.get_rank())  # each rank has its own
+    ...     gradients = torch.func.grad(lambda params: apply(params, batch).sum())(params)
+    ...     return {key: buffer.local_buffer.tolist() for key, buffer in gradients.items()}
+    >>> simulate(program, 2).results  # a row on each rank; means of 1 and 2
+    {0: {'root': [1.5, 1.5]}, 1: {'root': [1.5, 1.5]}}
     """
     chosen = context or FsdpContext()
     value = as_mesh(mesh)

@@ -37,6 +37,13 @@ class DBuffer:
     Attributes:
         spec: mesh, placements and layout.
         local_buffer: 1-D, this rank's range of the buffer, padding included.
+
+    >>> from mfsdp_func import Mesh, RowAtomic, build_for_row_atomic_unpadding
+    >>> layout = build_for_row_atomic_unpadding([(3, 1), (1, 1)], 2)  # two rows on each rank
+    >>> full = [torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[3.0]])]
+    >>> buffer = DBuffer.distribute_tensors(full, Mesh(2, rank=1), [RowAtomic()], layout)
+    >>> buffer.local_buffer, {i: view.tolist() for i, view in buffer.tensor_views().items()}
+    (tensor([2., 3.]), {0: [[2.0]], 1: [[3.0]]})
     """
 
     spec: BufferSpec
@@ -219,6 +226,16 @@ def allgather(
 
     Raises:
         ValueError: if the axis is not sharded, or another one must be gathered before it.
+
+    >>> from mfsdp_func import RowAtomic, build_for_row_atomic_unpadding, simulate
+    >>> layout = build_for_row_atomic_unpadding([(4, 1)], 2)
+    >>> def program(mesh):
+    ...     mine = torch.full((2,), float(mesh.get_rank()))
+    ...     buffer = DBuffer.from_local(mine, mesh, [RowAtomic()], layout)
+    ...     whole, token = allgather(buffer, 0)
+    ...     return whole.local_buffer.tolist()
+    >>> simulate(program, 2).results
+    {0: [0.0, 0.0, 1.0, 1.0], 1: [0.0, 0.0, 1.0, 1.0]}
     """
     step = fact_of(collective_step, buffer.spec, "allgather", axis, None, deterministic)
     return _communicate(buffer, step, after, stream, async_op)
@@ -244,6 +261,16 @@ def reduce_scatter(
     Raises:
         ValueError: if the axis is not `Partial`, or `placement` is no shard that may stand there; see `BufferSpec`.
         TypeError: on dtypes that cannot be added.
+
+    >>> from mfsdp_func import Partial, RowAtomic, build_for_row_atomic_unpadding, simulate
+    >>> layout = build_for_row_atomic_unpadding([(4, 1)], 2)
+    >>> def program(mesh):
+    ...     mine = torch.arange(4.0) * (1 + mesh.get_rank())
+    ...     terms = DBuffer.from_local(mine, mesh, [Partial()], layout)
+    ...     segment, token = reduce_scatter(terms, 0, RowAtomic())
+    ...     return segment.local_buffer.tolist()
+    >>> simulate(program, 2).results
+    {0: [0.0, 3.0], 1: [6.0, 9.0]}
     """
     step = fact_of(collective_step, buffer.spec, "reduce_scatter", axis, placement, deterministic)
     return _communicate(buffer, step, after, stream, async_op)
@@ -285,6 +312,15 @@ def redistribute(
 
     Raises:
         ValueError: before any communication, on anything but itself -> ``Partial("sum")``.
+
+    >>> from mfsdp_func import Partial, Replicate, build_for_row_atomic_unpadding, simulate
+    >>> layout = build_for_row_atomic_unpadding([(2, 1)], 2)
+    >>> def program(mesh):
+    ...     terms = DBuffer.from_local(torch.ones(2), mesh, [Partial()], layout)
+    ...     total, token = redistribute(terms, [Replicate()])
+    ...     return total.local_buffer.tolist()
+    >>> simulate(program, 2).results
+    {0: [2.0, 2.0], 1: [2.0, 2.0]}
     """
     change = fact_of(redistribution, buffer.spec, tuple(placements), deterministic)
     spec, local, token = take_steps(buffer.spec, buffer.local_buffer, change, Order(after, stream, async_op))

@@ -53,6 +53,16 @@ def gather(
 
     Effects: sends each element that is not on its owner once, receives straight into the result; allocates the result
     and, for packed small pieces, at most a few MiB.
+
+    >>> from mfsdp_func import build_for_row_atomic_unpadding, simulate
+    >>> layout = build_for_row_atomic_unpadding([(4, 1)], 2)  # two rows on each rank
+    >>> def program(mesh):
+    ...     owners = GroupOwnerLayout(mesh, layout, {0: 1})
+    ...     rows = torch.full((2, 1), float(mesh.get_rank()))
+    ...     matrices, token = gather({0: rows}, owner_layout=owners)
+    ...     return {i: matrix.flatten().tolist() for i, matrix in matrices.items()}
+    >>> simulate(program, 2).results
+    {0: {}, 1: {0: [0.0, 0.0, 1.0, 1.0]}}
     """
     (results,), token = _run(
         "gather", (source,), (owner_layout,), True, Wanted(dtype, device), Order(after, stream, async_op)
@@ -91,6 +101,16 @@ def scatter(
 
     Raises:
         KeyError, ValueError, TypeError: see `gather`.
+
+    >>> from mfsdp_func import build_for_row_atomic_unpadding, simulate
+    >>> layout = build_for_row_atomic_unpadding([(4, 1)], 2)  # two rows on each rank
+    >>> def program(mesh):
+    ...     owners = GroupOwnerLayout(mesh, layout, {0: 1}, dtype=torch.float32)
+    ...     results = {0: torch.arange(4.0)} if mesh.get_rank() == 1 else {}
+    ...     rows, token = scatter(results, owner_layout=owners)
+    ...     return rows[0].flatten().tolist()
+    >>> simulate(program, 2).results
+    {0: [0.0, 1.0], 1: [2.0, 3.0]}
     """
     wanted, order = Wanted(dtype, device), Order(after, stream, async_op)
     (results,), token = _run("scatter", (source,), (owner_layout,), include_own, wanted, order)

@@ -60,3 +60,7 @@ class LinearMap(Value, ABC):
     @abstractmethod
     def input_name(self, n: int) -> str:
         """How errors call the n-th tensor that this process gives."""
+
+    def input_shape(self, n: int) -> tuple[int, ...]:
+        """The shape in which errors ask for it; any shape of as many elements serves."""
+        return (self.input_numels[n],)

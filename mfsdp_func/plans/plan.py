@@ -248,6 +248,10 @@ class Plan(LinearMap, PlacedValue):
             n -= len(tensors)
         raise IndexError(f"{self.label} has no input {n} more")
 
+    def input_shape(self, n: int) -> tuple[int, ...]:
+        """Logical, or flat where rows are split."""
+        return self.local.inputs[n].shape
+
     def pieces(self) -> list[Piece]:
         """Every piece that moves between different ranks, group by group."""
         return [piece for group in self.groups for piece in group.pieces(self.mesh)]

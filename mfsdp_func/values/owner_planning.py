@@ -173,7 +173,7 @@ class GroupOwnerLayout(KeyedValue):
 
     >>> from mfsdp_func.values.layout_builder import build_for_row_atomic
     >>> GroupOwnerLayout(Mesh(2), build_for_row_atomic([(4, 2), (2, 2)], 2), {1: 0, 0: 1})
-    GroupOwnerLayout({0: 1, 1: 0}, placements=(RowAtomic(),), mesh=Mesh(axis0=2, ranks=(0, 1), rank=None), name='')
+    GroupOwnerLayout({0: 1, 1: 0}, placements=(RowAtomic(),), mesh=Mesh(axis0=2, ranks=(0, 1), rank=None))
     """
 
     mesh: Mesh
@@ -194,31 +194,29 @@ class GroupOwnerLayout(KeyedValue):
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
-                f"GroupOwnerLayout {name!r}: made inside a compiled region, which could not tell it from equal ones;"
+                f"{_called(name)}: made inside a compiled region, which could not tell it from equal ones;"
                 " make it before and pass it in"
             )
         value = as_mesh(mesh)
         chosen = _all_sharded(value) if placements is None else tuple(placements)
         for placement in chosen:
             if not (isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0)):
-                raise ValueError(
-                    f"GroupOwnerLayout {name!r}: placements must be Replicate() or a shard, got {placement!r}"
-                )
+                raise ValueError(f"{_called(name)}: placements must be Replicate() or a shard, got {placement!r}")
         layout.check_unbroken(value, chosen)
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"GroupOwnerLayout {name!r}: dtype must be a torch.dtype or None, got {dtype!r}")
+            raise TypeError(f"{_called(name)}: dtype must be a torch.dtype or None, got {dtype!r}")
         owners: dict[int, int] = {}
         for index, given in tensor_to_owner.items():
-            i = as_int(f"GroupOwnerLayout {name!r}: a tensor index", index)
-            owner = owners[i] = as_int(f"GroupOwnerLayout {name!r}: the owner of tensor {i}", given)
+            i = as_int(f"{_called(name)}: a tensor index", index)
+            owner = owners[i] = as_int(f"{_called(name)}: the owner of tensor {i}", given)
             if not 0 <= i < len(layout.tensor_shapes):
                 raise ValueError(
-                    f"GroupOwnerLayout {name!r}: tensor index {i} is given owner {owner}, but the layout has tensors"
+                    f"{_called(name)}: tensor index {i} is given owner {owner}, but the layout has tensors"
                     f" 0..{len(layout.tensor_shapes) - 1}"
                 )
             if owner not in value:
                 raise ValueError(
-                    f"GroupOwnerLayout {name!r}: tensor {i} is given owner {owner}, which is not in {value};"
+                    f"{_called(name)}: tensor {i} is given owner {owner}, which is not in {value};"
                     " owners are global ranks of the mesh"
                 )
         object.__setattr__(self, "mesh", value)
@@ -265,7 +263,7 @@ class GroupOwnerLayout(KeyedValue):
         shapes = [param.shape for param in given]
         if shapes != list(layout.tensor_shapes):
             raise ValueError(
-                f"GroupOwnerLayout.from_params {name!r}: params have shapes {list(map(tuple, shapes))}, the layout has"
+                f"{_called(name)}: params have shapes {list(map(tuple, shapes))}, the layout has"
                 f" {list(map(tuple, layout.tensor_shapes))}; give the full shapes in the layout's order"
             )
         chosen = [i for i, param in enumerate(given) if param.numel() and predicate(param)]
@@ -277,4 +275,10 @@ class GroupOwnerLayout(KeyedValue):
         if len(self.tensor_to_owner) > 32:
             owners = f"{len(self.tensor_to_owner)} tensors"
         dtype = f", dtype={self.dtype}" if self.dtype else ""
-        return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}, name={self.name!r}{dtype})"
+        name = f", name={self.name!r}" if self.name else ""
+        return f"GroupOwnerLayout({owners}, placements={self.placements}, mesh={self.mesh}{name}{dtype})"
+
+
+def _called(name: str) -> str:
+    """How errors call an owner layout."""
+    return f"GroupOwnerLayout {name!r}" if name else "GroupOwnerLayout"
