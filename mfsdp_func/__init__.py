@@ -5,6 +5,7 @@ from mfsdp_func.effects.agreement import agreement_check
 from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.token import Token
 from mfsdp_func.fsdp import FsdpContext, fully_shard
+from mfsdp_func.operations.commit import Commit, CommitError, commit
 from mfsdp_func.operations.dbuffer import DBuffer, allgather, allreduce, redistribute, reduce_scatter
 from mfsdp_func.operations.gather_scatter import gather, gather_coalesced, plan_of, scatter, scatter_coalesced
 from mfsdp_func.operations.norm import global_norm
@@ -44,6 +45,8 @@ __all__ = [
     "PCT",
     "BlockAtomic",
     "BufferSpec",
+    "Commit",
+    "CommitError",
     "DBuffer",
     "ExchangeError",
     "FsdpContext",
@@ -80,6 +83,7 @@ __all__ = [
     "build_row_atomic_layout",
     "changed_mesh_axis",
     "checkpoint",
+    "commit",
     "faults",
     "finer_view",
     "fully_shard",

@@ -43,6 +43,16 @@ def test_checkpoint_on_other_ranks(launcher: list[str], ranks: int) -> None:
     assert len(re.findall(r"rank \d+: step 20, parameters equal", shown)) == ranks
 
 
+@pytest.mark.distributed
+def test_survivors_of_a_killed_rank() -> None:
+    shown = run([sys.executable, str(RECIPES / "survivors.py")])
+    assert "launcher: rank 2 died" in shown
+    assert len(re.findall(r"rank [013]: step 3 not taken", shown)) == 3
+    lines = re.findall(r"rank [013], now [012] of 3: 6 steps, norm ([\d.]+)", shown)
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+
+
 def test_unit_test_on_a_simulated_mesh() -> None:
     path = RECIPES / "test_simulated_mesh.py"
     assert "10 passed" in run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)])

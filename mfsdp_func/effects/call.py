@@ -16,7 +16,7 @@ from mfsdp_func.effects.move import move
 from mfsdp_func.effects.move_operator import remembered
 from mfsdp_func.effects.origin import Origin, origin_here
 from mfsdp_func.effects.streams import SIMULATED_STREAMS, AnyStream, Queued, mark_used, streams_of
-from mfsdp_func.effects.token import After, Pending, Token, as_tokens
+from mfsdp_func.effects.token import After, Pending, Token, as_tokens, begin
 from mfsdp_func.plans.linear_map import LinearMap
 
 
@@ -189,8 +189,8 @@ def run(
         return outputs, Token(link, (), outputs[0].dtype if outputs else options.dtype)
     with in_flight() as flight:
         link, outputs = move(linear, options, joined_link(tokens) if tokens else None, inputs)
-    work = Pending(linear.label, flight.finish, flight.keep, outputs)
-    return outputs, Token(link, (work,), _dtype(options, outputs))
+    work = begin(Pending(linear.label, flight.finish, flight.keep, outputs))
+    return outputs, Token(link, work, _dtype(options, outputs))
 
 
 def _run_on_streams(
@@ -210,8 +210,8 @@ def _run_on_streams(
             return outputs, Token(link, (), _dtype(options, outputs))
         for tensor in inputs:
             mark_used(tensor, chosen)
-        work = Queued(linear.label, chosen.record_event(), (*outputs, link), options.device)
-    return outputs, Token(link, (work,), _dtype(options, outputs))
+        work = begin(Queued(linear.label, chosen.record_event(), (*outputs, link), options.device))
+    return outputs, Token(link, work, _dtype(options, outputs))
 
 
 def run_traced(

@@ -126,6 +126,10 @@ class Carrier(Protocol):
         """Take note that `outputs` are in flight; the function returned ends that, before they are waited for."""
         ...
 
+    def give_up(self, mesh: Mesh, words: str) -> None:
+        """Let this rank take part in no more calls over a mesh, and tell the others why; see `ExchangeError.cause`."""
+        ...
+
     def world(self) -> Mesh:
         """All ranks that there are, along one axis."""
         ...

@@ -70,3 +70,6 @@ Fault: TypeAlias = Kill | Stall | Raise | Corrupt
 
 class InjectedFault(RuntimeError):
     """What `Raise` raises."""
+
+
+__all__ = ["Corrupt", "Fault", "InjectedFault", "Kill", "Raise", "Stall"]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from mfsdp_func.effects.blocks import as_bytes, packed, room_for, unpack
 from mfsdp_func.effects.carrier import Parcel
-from mfsdp_func.effects.waiting import Waiter
+from mfsdp_func.effects.exchange_error import ExchangeError
+from mfsdp_func.effects.waiting import Waiter, give_up
 
 Stage = tuple[list[Parcel], list[Parcel]]
 Post = Callable[[Sequence[Parcel], Sequence[Parcel]], Callable[[], None]]
@@ -22,34 +23,35 @@ def swap(
     Raises:
         ExchangeError: if not all of them take part in time.
     """
-    group = waiter.group
-    peers, works = [*theirs, *receivers], list[dist.Work]()
-    try:
-        works += [_irecv(room, peer, group, tag) for peer, room in theirs.items()]
-        works += [_isend(mine, peer, group, tag) for peer in receivers]
-    except RuntimeError as error:
-        raise waiter.failure(peers, error) from error
+    peers = [*theirs, *receivers]
+    works = [_irecv(waiter, room, peer, tag, peers) for peer, room in theirs.items()]
+    works += [_isend(waiter, mine, peer, tag, peers) for peer in receivers]
     waiter.wait(works, peers)
 
 
 def post(waiter: Waiter, tag: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
-    """Post the messages of one stage to gloo; return what waits for them and unpacks."""
+    """Post the messages of one stage to gloo; return what waits for them and unpacks.
+
+    Raises:
+        ExchangeError: if the backend cannot.
+        Exception: if this rank's own memory fails; the others are told.
+    """
     group, works = waiter.group, list[dist.Work]()
     peers = [parcel.peer for parcel in (*receives, *sends)]
     incoming: list[torch.Tensor] = []
     outgoing: list[torch.Tensor] = []
-    for parcel in receives:
-        incoming.append(room := room_for(parcel.parts))
-        try:
-            works.append(_irecv(as_bytes(room), parcel.peer, group, tag))
-        except RuntimeError as error:  # of the backend, not of this rank's memory
-            raise waiter.failure(peers, error) from error
-    for parcel in sends:
-        outgoing.append(buffer := packed(parcel.parts))
-        try:
-            works.append(_isend(as_bytes(buffer), parcel.peer, group, tag))
-        except RuntimeError as error:
-            raise waiter.failure(peers, error) from error
+    try:
+        for parcel in receives:
+            incoming.append(room := room_for(parcel.parts))
+            works.append(_irecv(waiter, as_bytes(room), parcel.peer, tag, peers))
+        for parcel in sends:
+            outgoing.append(buffer := packed(parcel.parts))
+            works.append(_isend(waiter, as_bytes(buffer), parcel.peer, tag, peers))
+    except ExchangeError:
+        raise
+    except Exception as error:
+        give_up(group, f"rank {waiter.mesh.get_rank()}, in {waiter.operation}: {type(error).__name__}: {error}")
+        raise
 
     def finish(held: Sequence[torch.Tensor] = outgoing) -> None:
         waiter.wait(works, peers)
@@ -122,12 +124,18 @@ def run_stages_later(stages: Sequence[Stage], post: Post, in_flight: int) -> Cal
     return finish
 
 
-def _isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    return group.send([tensor], dist.get_group_rank(group, peer), tag)
+def _isend(waiter: Waiter, tensor: torch.Tensor, peer: int, tag: int, peers: Sequence[int]) -> dist.Work:
+    try:
+        return waiter.group.send([tensor], dist.get_group_rank(waiter.group, peer), tag)
+    except RuntimeError as error:
+        raise waiter.failure(peers, error) from error
 
 
-def _irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    return group.recv([tensor], dist.get_group_rank(group, peer), tag)
+def _irecv(waiter: Waiter, tensor: torch.Tensor, peer: int, tag: int, peers: Sequence[int]) -> dist.Work:
+    try:
+        return waiter.group.recv([tensor], dist.get_group_rank(waiter.group, peer), tag)
+    except RuntimeError as error:
+        raise waiter.failure(peers, error) from error
 
 
 def _nothing() -> None:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from mfsdp_func.effects.agreement import ENVIRONMENT_VARIABLE, bytes_of, compare_facts, decoded, encoded, is_set
 from mfsdp_func.effects.carrier import Call, Parcel
-from mfsdp_func.effects.groups import group_of
+from mfsdp_func.effects.groups import axis_groups, group_of
 from mfsdp_func.effects.messages import by_stage, is_staged, post, post_batch, run_stages, run_stages_later, swap
 from mfsdp_func.effects.native_collectives import start_native, starting
 from mfsdp_func.effects.origin import Ledger
 from mfsdp_func.effects.torch_internals import device_types_of, outside_transforms
-from mfsdp_func.effects.waiting import FAILED, Waiter
+from mfsdp_func.effects.waiting import FAILED, Waiter, give_up
 from mfsdp_func.plans.collective import Collective
 from mfsdp_func.values.mesh import Mesh
 
@@ -68,9 +68,7 @@ class ProcessGroups:
             return
         word = "on" if is_set() else "off"
         with outside_transforms():
-            words = self._gather_bytes(
-                mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"{label}, the first call over {mesh}"
-            )
+            words = self._gather_bytes(mesh, word.encode().ljust(4), _FIRST_USE_TAG, f"{label}, the first call")
         records = {
             rank: {ENVIRONMENT_VARIABLE: other.decode().strip()} for rank, other in zip(mesh.ranks, words, strict=True)
         }
@@ -93,11 +91,11 @@ class ProcessGroups:
     ) -> Callable[[], None]:
         if len(call.mesh.ranks) == 1:
             return _nothing
-        if self.reach is not None:
-            self.reach(call.label)
         waiter = Waiter(group_of(call.mesh), call.label, call.mesh)
         if FAILED:
             waiter.check()
+        if self.reach is not None:
+            self._reach(call.mesh, call.label)
         if not self.ledger(call.mesh).compared:
             self._compare_environments(call.mesh, call.label)
         own = torch.cuda.is_available() and set(dist.get_process_group_ranks(waiter.group)) == set(call.mesh.ranks)
@@ -122,6 +120,14 @@ class ProcessGroups:
         in_flight = len(stages) if at_once else 1 + _STAGES_IN_FLIGHT
         return run_stages_later(stages, lambda sends, receives: post(waiter, call.tag, sends, receives), in_flight)
 
+    def _reach(self, mesh: Mesh, label: str) -> None:
+        try:
+            if self.reach is not None:
+                self.reach(label)
+        except Exception as error:
+            self.give_up(mesh, f"rank {mesh.get_rank()}: {error}")
+            raise
+
     def _warm_up(self, waiter: Waiter) -> None:
         """Let all ranks of a group communicate once: NCCL's first point-to-point batch may not leave a rank out."""
         group = waiter.group
@@ -136,11 +142,11 @@ class ProcessGroups:
         start = starting(collective, source)
         if start is None or (collective.kind == "allgather" and not source.is_cuda):
             return None
-        if self.reach is not None:
-            self.reach(call.label)
         waiter = Waiter(start.group, call.label, call.mesh)
         if FAILED:
             waiter.check()
+        if self.reach is not None:
+            self._reach(call.mesh, call.label)
         if not self.ledger(call.mesh).compared:
             self._compare_environments(call.mesh, call.label)
         if not source.is_cuda:
@@ -153,6 +159,11 @@ class ProcessGroups:
     def watch(self, call: Call, outputs: Sequence[torch.Tensor]) -> Callable[[], None]:
         return _nothing
 
+    def give_up(self, mesh: Mesh, words: str) -> None:
+        if mesh.size() > 1:
+            for group in {group_of(mesh), *axis_groups(mesh)}:
+                give_up(group, words)
+
     def world(self) -> Mesh:
         if not dist.is_available() or not dist.is_initialized():
             return Mesh(1, rank=0)
@@ -164,7 +175,7 @@ class ProcessGroups:
         inside = self.inside.get(mesh.digest)
         operation = "the agreement check" + (f" of {inside[1].label}" if inside is not None else "")
         if self.reach is not None:
-            self.reach(operation)
+            self._reach(mesh, operation)
         self._compare_environments(mesh, operation)
         return self._gather_bytes(mesh, record, _RECORD_TAG, operation)
 

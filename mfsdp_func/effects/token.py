@@ -1,6 +1,7 @@
 """Tokens: explicit values that order later work after an operation, and carry the gradient link between operations."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -56,6 +57,25 @@ class Pending:
 
 IN_FLIGHT: ContextVar[set[Pending]] = ContextVar("mfsdp_func_in_flight", default=set())  # noqa: B039
 """What is in flight in this process; a simulated rank has a set of its own, which ends with it."""
+_BEGUN: ContextVar[list[Pending | Queued] | None] = ContextVar("mfsdp_func_begun", default=None)
+
+
+@contextmanager
+def work_begun() -> Generator[list[Pending | Queued], None, None]:
+    """Inside, list what calls leave in flight, whether or not somebody waits for it."""
+    begun: list[Pending | Queued] = []
+    before = _BEGUN.set(begun)
+    try:
+        yield begun
+    finally:
+        _BEGUN.reset(before)
+
+
+def begin(work: Pending | Queued) -> tuple[Pending | Queued, ...]:
+    """What a token holds of work that is in flight from here on."""
+    if (begun := _BEGUN.get()) is not None:
+        begun.append(work)
+    return (work,)
 
 
 @dataclass(frozen=True, eq=False)

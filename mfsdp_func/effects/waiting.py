@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -24,6 +24,9 @@ _AT_ONCE_SECONDS = 0.25
 """A wait that begins so soon after its call takes the backend's own timeout; a later one, what is left of it."""
 _STORE_SECONDS = 0.4
 """How long a store may take to answer: that of a dead rank may never do."""
+_HEARSAY = ("closed by peer", "reset by peer", "Broken pipe")
+"""What gloo says where another rank has ended, or has given up; one that gave up knows more, and may speak first."""
+_HEARSAY_SECONDS = 0.2
 _KEY = "mfsdp_func/first_failure"
 _WORDS_LENGTH = 500
 _CLOSING_TAG = 0x2D667364
@@ -107,7 +110,7 @@ class Waiter(NamedTuple):
         elapsed = now - (start or BEGAN.at or now)
         mine = f"rank {rank}, {elapsed:.3g} s into {self.operation}, awaiting rank {awaited[0]}: {_line(error)}"
         mine = mine[:_WORDS_LENGTH]
-        first = give_up(self.group, mine)
+        first = give_up(self.group, mine, hearsay=any(word in str(error) for word in _HEARSAY))
         still = [peer for work, peer in zip(more, awaited[1:], strict=False) if not _is_done(work, self.group)]
         return ExchangeError(
             self.operation,
@@ -121,15 +124,20 @@ class Waiter(NamedTuple):
         )
 
 
-def give_up(group: dist.ProcessGroup, words: str) -> str:
+def give_up(group: dist.ProcessGroup, words: str, *, hearsay: bool = False) -> str:
     """Let no more calls run on a group, and tell its other ranks why.
+
+    Args:
+        group: the process group.
+        words: why.
+        hearsay: whether another rank may know better; it has a moment to say so.
 
     Returns:
         The first failure: `words`, or what another rank said before.
     """
     first = _known_failure(group)
     if first is None:
-        first, key = _leave_word(group, words[:_WORDS_LENGTH]), id(group)
+        first, key = _leave_word(group, words[:_WORDS_LENGTH], hearsay), id(group)
         FAILED[key] = ref(group, lambda _: FAILED.pop(key, None) and None), first
         _close(group)
     return first
@@ -140,17 +148,21 @@ def _known_failure(group: dist.ProcessGroup) -> str | None:
     return kept[1] if kept is not None and kept[0]() is group else None
 
 
-def _leave_word(group: dist.ProcessGroup, words: str) -> str:
+def _leave_word(group: dist.ProcessGroup, words: str, hearsay: bool) -> str:
     """Put words into the group's store, where nobody has before; return those that are there then. Never takes long."""
     answers: list[str] = []
 
     def ask() -> None:
         with suppress(Exception):
-            answers.append(group.get_group_store().compare_set(_KEY, "", words).decode())
+            store = group.get_group_store()
+            until = monotonic() + _HEARSAY_SECONDS * hearsay
+            while monotonic() < until and not store.check([_KEY]):
+                sleep(0.02)
+            answers.append(store.compare_set(_KEY, "", words).decode())
 
     asking = threading.Thread(target=ask, name="mfsdp_func leaves word", daemon=True)
     asking.start()
-    asking.join(_STORE_SECONDS)
+    asking.join(_STORE_SECONDS + _HEARSAY_SECONDS * hearsay)
     return answers[0] if answers else words
 
 
@@ -177,6 +189,6 @@ def _is_done(work: Any, group: dist.ProcessGroup) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """An error on one line, without the place in the backend's sources."""
-    text = " ".join(str(error).split())
+    """An error on one line, without gloo's place in its sources and its advice."""
+    text = " ".join(str(error).split()).partition(" This is typically caused by")[0].removesuffix(".")
     return text.partition("] ")[2] if text.startswith("[/") else text

@@ -49,6 +49,9 @@ class SimulatedCarrier:
     def device(self, mesh: Mesh) -> torch.device:
         return torch.device("cpu")
 
+    def give_up(self, mesh: Mesh, words: str) -> None:
+        self._network.give_up(mesh, self._rank.id, words)
+
     def world(self) -> Mesh:
         mesh = self._baton.mesh
         return Mesh(mesh.size(), ranks=mesh.ranks, rank=self._rank.id)
