@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp_func as mf
 from mfsdp_func import checkpoint, faults
 from mfsdp_func.effects import blocks, messages, waiting
-from mfsdp_func.effects.torch_internals import device_types_of, timeout_of
+from mfsdp_func.effects.torch_internals import device_types_of, name_of, timeout_of
 from mfsdp_func.effects.waiting import FAILED
 from mfsdp_func.values.mesh import Mesh
 from tests.fault_cases import (
@@ -146,13 +146,14 @@ def test_what_is_known_of_a_group(ranks2: RankPool) -> None:
     for found in ranks2.run(facts_of_a_group, group_timeout=12.5):
         assert found[:2] == (12.5, 7.0)
         assert "cpu" in found[2]
+        assert found[3] == "default_pg"
 
 
-def facts_of_a_group(rank: int) -> tuple[float | None, float | None, set[str]]:
+def facts_of_a_group(rank: int) -> tuple[float | None, float | None, set[str], str]:
     group = dist.distributed_c10d._get_default_group()
     before = timeout_of(group)
     group.set_timeout(timedelta(seconds=7))
-    return before, timeout_of(group), device_types_of(group)
+    return before, timeout_of(group), device_types_of(group), name_of(group)
 
 
 def rows(mesh: Mesh, name: str = "rows") -> tuple[dict[int, torch.Tensor], mf.GroupOwnerLayout]:
@@ -194,7 +195,7 @@ def test_a_rank_that_leaves_a_call_out(way: str, ranks4: RankPool) -> None:
     for rank in waiting:
         error, seconds = found[rank]
         assert isinstance(error, mf.ExchangeError)
-        assert_says(error, "gather 'rows'", "timeout 2 s")
+        assert_says(error, "gather 'rows'", "in process group 'default_pg'", "timeout 2 s")
         assert 3 in error.awaited
         assert 0.5 <= seconds <= TIMEOUT + SLACK
     late, _ = found[3]
@@ -394,7 +395,7 @@ def lose_the_store(rank: int, folder: Path) -> Any:
         while not (folder / "port").exists():
             time.sleep(0.05)
         store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), 4, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
     mesh = world_mesh()
     shards, owners = rows(mesh)
     mf.gather(shards, owner_layout=owners)
@@ -405,8 +406,12 @@ def lose_the_store(rank: int, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_store_that_died_with_its_rank(ranks4: RankPool, tmp_path: Path) -> None:
-    for (error, seconds), (again, at_once) in ranks4.run(lose_the_store, tmp_path, return_exceptions=True)[1:]:
+    killed, *survivors = ranks4.run(lose_the_store, tmp_path, return_exceptions=True)
+    assert "died with exit code -9" in str(killed)
+    for found in survivors:
+        assert not isinstance(found, BaseException), found
+        (error, seconds), (again, at_once) = found
         assert isinstance(error, mf.ExchangeError)
         assert isinstance(again, mf.ExchangeError)
-        assert seconds <= TIMEOUT + SLACK
-        assert at_once < 0.2
+        assert seconds < 5
+        assert at_once < 0.5

@@ -17,6 +17,7 @@ class ExchangeError(RuntimeError):
         awaited: the peers from whom something was still to come; they need not be guilty, as they may wait themselves.
         elapsed: seconds since this rank began the call.
         timeout: seconds after which the process group gives up; None where it is not known.
+        group: the process group, by name; empty on simulated ranks.
         cause: what the rank said that failed first, where it could leave word, and it was another; else None.
     """
 
@@ -27,6 +28,7 @@ class ExchangeError(RuntimeError):
     elapsed: float
     timeout: float | None
     cause: str | None
+    group: str
 
     def __init__(
         self,
@@ -39,10 +41,11 @@ class ExchangeError(RuntimeError):
         timeout: float | None = None,
         cause: str | None = None,
         reason: str = "",
+        group: str = "",
     ) -> None:
         self.operation, self.mesh, self.rank = operation, mesh, rank
         self.awaited, self.elapsed, self.timeout, self.cause = tuple(awaited), elapsed, timeout, cause
-        self.reason = reason
+        self.reason, self.group = reason, group
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -53,9 +56,10 @@ class ExchangeError(RuntimeError):
             what = "did not begin this call"
         said = f": {self.reason}" if self.reason else ""
         first = f". The first to fail was {self.cause}" if self.cause else ""
+        group = f" in process group {self.group!r}" if self.group else ""
         return (
-            f"{self.operation} over {self.mesh}: rank {self.rank} {what}{said}{first}. A rank ended, stalled, or made other"
-            " calls (agreement_check() tells which). Inputs are as they were; this process group is of no more use: on the"
+            f"{self.operation} over {self.mesh}{group}: rank {self.rank} {what}{said}{first}. A rank ended, stalled, or made"
+            " other calls (agreement_check() tells which). Inputs are as they were; this process group is of no more use: on the"
             " ranks that are left, destroy it, make a new one, load, and try again"
         )
 

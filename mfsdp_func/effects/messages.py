@@ -77,7 +77,7 @@ def post_batch(waiter: Waiter, sends: Sequence[Parcel], receives: Sequence[Parce
         raise waiter.failure(peers, error) from error
 
     def finish() -> None:
-        waiter.wait(works, peers[: len(works)])
+        waiter.wait(works, peers)
         for room, parcel in zip(incoming, receives, strict=True):
             unpack(room, parcel.parts)
 

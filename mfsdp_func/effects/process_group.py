@@ -110,7 +110,8 @@ class ProcessGroups:
                     f"{call.label}: on CUDA, {call.mesh} needs a process group of exactly its own ranks; use a DeviceMesh of"
                     " one axis over them (DeviceMesh._flatten makes one of several axes)"
                 )
-            run_stages(by_stage(outgoing, incoming), lambda sends, receives: post_batch(waiter, sends, receives))
+            queueing = waiter._replace(blocks=False)
+            run_stages(by_stage(outgoing, incoming), lambda sends, receives: post_batch(queueing, sends, receives))
             return _nothing
         if call.dtype is None:
             return _nothing
@@ -133,7 +134,7 @@ class ProcessGroups:
         group = waiter.group
         if group.group_name not in self._warm:
             work = dist.all_reduce(torch.zeros(1, device="cuda"), group=group, async_op=True)
-            waiter.wait([work], [waiter.mesh.get_rank()])
+            waiter.wait([work], [rank for rank in waiter.mesh.ranks if rank != waiter.mesh.get_rank()])
             self._warm.add(group.group_name)
 
     def collective(
@@ -142,7 +143,7 @@ class ProcessGroups:
         start = starting(collective, source)
         if start is None or (collective.kind == "allgather" and not source.is_cuda):
             return None
-        waiter = Waiter(start.group, call.label, call.mesh)
+        waiter = Waiter(start.group, call.label, call.mesh, blocks=not source.is_cuda)
         if FAILED:
             waiter.check()
         if self.reach is not None:
@@ -189,7 +190,7 @@ class ProcessGroups:
         order = dist.get_process_group_ranks(waiter.group)
         if device.type == "cuda" and set(order) == set(mesh.ranks):
             work = dist.all_gather([by_rank[rank] for rank in order], mine, group=waiter.group, async_op=True)
-            waiter.wait([work], peers[:1])
+            waiter.wait([work], peers)
         else:
             swap(waiter, mine, peers, {peer: by_rank[peer] for peer in peers}, tag ^ len(record))
             by_rank[mesh.get_rank()] = mine

@@ -157,6 +157,11 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in group._device_types}  # pyright: ignore[reportPrivateUsage]
 
 
+def name_of(group: dist.ProcessGroup) -> str:
+    """What a group is called: by whoever made it, or by its number."""
+    return getattr(group, "group_desc", "") or group.group_name
+
+
 def timeout_of(group: dist.ProcessGroup) -> float | None:
     """After how many seconds a group gives up, as it is set now; None where that is not known."""
     try:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mfsdp_func.effects.exchange_error import ExchangeError
-from mfsdp_func.effects.torch_internals import device_types_of, timeout_of
+from mfsdp_func.effects.torch_internals import device_types_of, name_of, timeout_of
 from mfsdp_func.values.mesh import Mesh
 
 _AT_ONCE_SECONDS = 0.25
@@ -51,12 +51,14 @@ class Waiter(NamedTuple):
         operation: the call.
         mesh: its ranks.
         hint: what may be wrong where it waits in vain, for the message.
+        blocks: whether a wait holds the host until it is over; on CUDA it only queues, and the backend keeps the time.
     """
 
     group: dist.ProcessGroup
     operation: str
     mesh: Mesh
     hint: str = ""
+    blocks: bool = True
 
     def check(self) -> None:
         """Refuse a call on a group that has failed.
@@ -72,6 +74,7 @@ class Waiter(NamedTuple):
                 timeout=timeout_of(self.group),
                 cause=words,
                 reason="its process group has failed before",
+                group=name_of(self.group),
             )
 
     def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
@@ -88,7 +91,8 @@ class Waiter(NamedTuple):
         for n, work in enumerate(works):
             try:
                 spent = monotonic() - start
-                if spent < _AT_ONCE_SECONDS or (timeout := timeout_of(self.group)) is None:
+                late = self.blocks and spent >= _AT_ONCE_SECONDS
+                if not late or (timeout := timeout_of(self.group)) is None:
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=max(0.001, timeout - spent)))
@@ -121,6 +125,7 @@ class Waiter(NamedTuple):
             timeout=timeout,
             cause=None if first == mine else first,
             reason=f"{self.hint}{_line(error)}",
+            group=name_of(self.group),
         )
 
 

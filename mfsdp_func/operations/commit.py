@@ -41,6 +41,7 @@ class CommitError(ExchangeError):
             timeout=error.timeout,
             cause=error.cause,
             reason=error.reason,
+            group=error.group,
         )
 
     def _message(self) -> str:
