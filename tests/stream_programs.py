@@ -8,7 +8,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 import mfsdp_func as mf
 from mfsdp_func import streams
 from mfsdp_func.effects import call
-from mfsdp_func.effects.streams import Queued
+from mfsdp_func.effects.streams import Queued, are_ordered
 from mfsdp_func.fsdp.param_group import GatherCache
 from mfsdp_func.operations import pipeline as pipelines
 from mfsdp_func.values.mesh import Mesh
@@ -55,7 +56,17 @@ def used(tensors: Tensors) -> list[torch.Tensor]:
     return [tensor * 2 for tensor in tensors.values()]
 
 
-def default(mesh: Mesh, device: str) -> Any:
+def on_streams(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Where no streams order the work, the program is another one."""
+
+    @wraps(program)
+    def run(mesh: Mesh, device: str, **keywords: Any) -> Any:
+        return (program if are_ordered(torch.device(device)) else default)(mesh, device, **keywords)
+
+    return run
+
+
+def default(mesh: Mesh, device: str, **_: Any) -> Any:
     """Everything on the current stream."""
     (owners,) = groups_of(mesh)
     gathered, token = mf.gather(shards_of(owners, device), owner_layout=owners, device=device)
@@ -72,6 +83,7 @@ def in_flight(mesh: Mesh, device: str, *, waits: bool = True) -> Any:
     return used(gathered)
 
 
+@on_streams
 def on_a_stream(mesh: Mesh, device: str, *, waits: bool = True) -> Any:
     """`stream=`: the inputs are ready on the stream that is given, and results are read elsewhere after the token."""
     (owners,) = groups_of(mesh)
@@ -83,6 +95,7 @@ def on_a_stream(mesh: Mesh, device: str, *, waits: bool = True) -> Any:
     return used(gathered)
 
 
+@on_streams
 def made_on_the_stream(mesh: Mesh, device: str) -> Any:
     """`stream=`: inputs that are made on that stream need no other."""
     (owners,) = groups_of(mesh)
@@ -94,6 +107,7 @@ def made_on_the_stream(mesh: Mesh, device: str) -> Any:
     return used(gathered)
 
 
+@on_streams
 def read_on_another_stream(mesh: Mesh, device: str, *, waits: bool = True) -> Any:
     """``token.wait(stream)``: whoever reads, waits."""
     (owners,) = groups_of(mesh)
@@ -106,6 +120,7 @@ def read_on_another_stream(mesh: Mesh, device: str, *, waits: bool = True) -> An
     return [tensor + 1 for tensor in doubled]
 
 
+@on_streams
 def one_after_the_other(mesh: Mesh, device: str) -> Any:
     """``after=`` orders operations on different streams."""
     (owners,) = groups_of(mesh)
@@ -127,6 +142,7 @@ def inputs_dropped(mesh: Mesh, device: str) -> Any:
     return used(gathered)
 
 
+@on_streams
 def results_dropped(mesh: Mesh, device: str) -> Any:
     """Results may be dropped while they are still read: their stream may not take the memory back before."""
     (owners,) = groups_of(mesh)
@@ -141,6 +157,7 @@ def results_dropped(mesh: Mesh, device: str) -> Any:
     return doubled
 
 
+@on_streams
 def results_kept_as_views(mesh: Mesh, device: str) -> Any:
     """What is still there of results when the token is waited for counts, whatever it is."""
     (owners,) = groups_of(mesh)
@@ -296,19 +313,33 @@ PLANTS: dict[str, Plant] = {
 }
 
 
+_PLANTED: dict[Any, tuple[int, CodeType]] = {}
+"""Function -> how many times something is planted there now, and its code without."""
+
+
 @contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """With the bug in the library."""
+    """With the bug in the library, whoever has imported the function by name; ranks may do so one in another."""
     function = getattr(plant.owner, plant.name)
-    lines, first = inspect.getsourcelines(function)
-    source = textwrap.dedent("".join(lines))
-    assert source.count(plant.old) == 1, f"{plant.name} has {source.count(plant.old)} times {plant.old!r}"
-    source = "\n" * (first - 1) + source.replace(plant.old, plant.new)
-    names: dict[str, Any] = {}
-    exec(compile(source, inspect.getsourcefile(function) or "", "exec"), function.__globals__, names)
-    # (Whoever has imported the function by name shall have the other one too.)
-    code, function.__code__ = function.__code__, names[plant.name].__code__
+    times, code = _PLANTED.get(function, (0, function.__code__))
+    _PLANTED[function] = times + 1, code
+    if not times:
+        function.__code__ = _edited(function, plant)
     try:
         yield
     finally:
-        function.__code__ = code
+        times, code = _PLANTED.pop(function)
+        if times > 1:
+            _PLANTED[function] = times - 1, code
+        else:
+            function.__code__ = code
+
+
+def _edited(function: Any, plant: Plant) -> CodeType:
+    lines, first = inspect.getsourcelines(function)
+    source = textwrap.dedent("".join(lines))
+    assert source.count(plant.old) == 1, f"{plant.name} has {source.count(plant.old)} times {plant.old!r}"
+    names: dict[str, Any] = {}
+    source = "\n" * (first - 1) + source.replace(plant.old, plant.new)
+    exec(compile(source, inspect.getsourcefile(function) or "", "exec"), function.__globals__, names)
+    return names[plant.name].__code__
