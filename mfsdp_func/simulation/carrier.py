@@ -122,11 +122,14 @@ class SimulatedCarrier:
         return self._network.settings.carrier != "eager"
 
     def meet(
-        self, label: str, mesh: Mesh, kind: Hashable, entry: Entry, partners: Sequence[int]
+        self, label: str, mesh: Mesh, kind: Hashable, entry: Entry, partners: Sequence[int], *, queued: bool
     ) -> tuple[Meeting[Entry], Callable[[], None]]:
-        """After `begin`, make a call that is none of this library: where its partners meet, and what waits for all of them."""
+        """After `begin`, make a call that is none of this library: where its partners meet, and what waits for all of them.
+
+        With `queued`, it stands in the queue of operations where there is one.
+        """
         meeting = self._network.meetings.join(self._rank.id, kind, entry)
-        operation = self._queued(label, mesh, meeting, partners) if len(partners) == mesh.size() else None
+        operation = self._queued(label, mesh, meeting, partners) if queued else None
         line, first = line_here(), meeting.missing(partners)
         words, at = f"in {label} (call {meeting.number}) for ", f", at {line}" if line else ""
         return meeting, lambda: self._wait(label, mesh, words, meeting, first, partners, at, operation)

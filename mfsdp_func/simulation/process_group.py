@@ -257,7 +257,7 @@ class SimulatedGroup(dist.ProcessGroup):
         with torch.no_grad():
             brought = Brought(words, [_copied(tensor) for tensor in given])
             _flip(brought.tensors, flips)
-        meeting, wait = self._carrier.meet(label, self._mesh, (self._name, kind), brought, ranks)
+        meeting, wait = self._carrier.meet(label, self._mesh, (self._name, kind), brought, ranks, queued=kind is None)
 
         def end() -> None:
             wait()
