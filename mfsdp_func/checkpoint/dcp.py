@@ -45,20 +45,24 @@ class BoxTensor(torch.Tensor):
     """
 
     local: torch.Tensor
-    part: Range
+    part: Range | None
+    writes: bool
 
     @staticmethod
-    def __new__(cls: Any, local: torch.Tensor, shape: torch.Size, part: Range) -> "BoxTensor":
+    def __new__(
+        cls: Any, local: torch.Tensor, shape: torch.Size, part: Range | None, writes: bool = True
+    ) -> "BoxTensor":
         """Wrap a local tensor, which is not copied.
 
         Args:
             cls: this class.
             local: contiguous, of ``part.numel`` elements.
             shape: of the whole tensor.
-            part: which of its elements these are, in row-major order.
+            part: which of its elements these are, in row-major order; None where nothing tells, which cannot be saved.
+            writes: whether `mfsdp_func.checkpoint` writes them from this rank, and not from another replica.
         """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # pyright: ignore[reportAttributeAccessIssue]
-        made.local, made.part = local.detach().view(-1), part
+        made.local, made.part, made.writes = local.detach().view(-1), part, writes
         return made
 
     @classmethod
@@ -74,13 +78,22 @@ class BoxTensor(torch.Tensor):
         return f"BoxTensor({tuple(self.shape)}, {self.part}, {self.local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return BoxTensor, (self.local, self.shape, self.part)
+        return BoxTensor, (self.local, self.shape, self.part, self.writes)
 
     def __deepcopy__(self, memo: Any) -> "BoxTensor":
-        return BoxTensor(self.local.clone(), self.shape, self.part)
+        return BoxTensor(self.local.clone(), self.shape, self.part, self.writes)
 
     def pieces(self) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes of this rank's range, each with a view of its elements."""
+        """The boxes of this rank's range, each with a view of its elements.
+
+        Raises:
+            CheckpointError: if nothing tells which range it is.
+        """
+        if self.part is None:
+            raise CheckpointError(
+                f"state of shape {tuple(self.shape)} belongs to a bare shard, and nothing tells of which elements of which"
+                " tensor: every rank would write its own under one name. Give the optimizer DBuffers, or DTensors"
+            )
         return pieces_of(self.shape, self.part, self.local)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

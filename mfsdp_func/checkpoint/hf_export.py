@@ -16,6 +16,7 @@ from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.hf import _WORDS, INDEX, Kind
 from mfsdp_func.checkpoint.manifest import sync_folder, write_file
 from mfsdp_func.checkpoint.names import check_names, entries_of, leaves_of
+from mfsdp_func.checkpoint.parts import bytes_of
 from mfsdp_func.checkpoint.saving import Progress
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.checkpoint.staging import Staging
@@ -306,7 +307,7 @@ def _write_tensors(
             file.seek(len(headers[tensor.file]) + tensor.start)
             for start in range(0, flat.numel(), count):
                 piece = staging.on_cpu(flat[start : start + count].to(tensor.dtype))
-                rest = memoryview(piece.contiguous().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+                rest = bytes_of(piece)
                 while len(rest):
                     rest = rest[file.write(rest) :]
         written.add(tensor.file)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from mfsdp_func.checkpoint.boxes import Box
 from mfsdp_func.checkpoint.consensus import all_ranks, together
-from mfsdp_func.checkpoint.dcp import Wanted, read_into, read_metadata
+from mfsdp_func.checkpoint.dcp import BoxTensor, Wanted, read_into, read_metadata
 from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.manifest import Manifest, read_manifest
@@ -170,6 +170,8 @@ def _fresh(leaf: Any, device: torch.device, *, keep: bool, where: str) -> Any:
         return DBuffer(leaf.spec, made(leaf.local_buffer))
     if isinstance(leaf, Shards):
         return pytree.tree_map(made, leaf)
+    if isinstance(leaf, BoxTensor):
+        return BoxTensor(made(leaf.local), leaf.shape, leaf.part, leaf.writes)
     if isinstance(leaf, DTensor):
         return DTensor.from_local(
             made(leaf.to_local()),

@@ -100,7 +100,7 @@ class HashingFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path, block_nbytes: int = BLOCK_NBYTES) -> None:
-        self._file = path.open("xb", buffering=1024 * 1024)
+        self._file = path.open("xb")
         self._block_nbytes, self._nbytes = block_nbytes, 0
         self._hash, self._blocks = hashlib.sha256(), list[str]()
 

@@ -112,6 +112,11 @@ def _sources(entry: Entry, called: Mapping[str, str], mesh: Mesh, problems: list
         return aliases[:1]
     if aliases and len(aliases) == len(entry.aliases):
         return aliases
+    if entry.shared and not entry.aliases and entry.shape == torch.Size(()):
+        # A rank that holds none of the parameters beside it takes the number that all of them have.
+        parent, _, field = entry.name.rpartition(".")
+        if beside := [source for name, source in called.items() if _is_beside(name, parent, field)]:
+            return beside
     if not entry.shared:
         problems.append(f"{entry.name!r}: is missing in the file{_hint(entry.name, called)}")
         return None
@@ -126,6 +131,10 @@ def _sources(entry: Entry, called: Mapping[str, str], mesh: Mesh, problems: list
     else:
         return [called[per_rank(entry.name, mesh.ranks.index(mesh.get_rank()))]]
     return None
+
+
+def _is_beside(name: str, parent: str, field: str) -> bool:
+    return name.startswith(f"{parent}." if parent else "") and name.endswith(f".{field}")
 
 
 def _hint(name: str, called: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import _pytree as pytree
 
 from mfsdp_func.checkpoint.boxes import Box
+from mfsdp_func.checkpoint.dcp import BoxTensor
 from mfsdp_func.checkpoint.entry import Entry, GroupNames
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.parts import counts_as, flat_of, is_writer, owner_coordinate, part_of
@@ -261,7 +262,8 @@ def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entr
             if isinstance(key, pytree.MappingKey) and not isinstance(key.key, str):
                 raise CheckpointError(
                     f"the tensor at {pytree.keystr(tuple(path))} goes by {key.key!r}, an index that other layouts have not."
-                    " Bare shards go in as checkpoint.Shards(dict, owner_layout, names); else give keys that are names"
+                    " Bare shards go in as checkpoint.Shards(dict, owner_layout, names), a TorchOptimizer as its states; else"
+                    " give keys that are names"
                 )
     if isinstance(value, DTensor):
         if any(isinstance(placement, Partial) for placement in value.placements):
@@ -271,6 +273,11 @@ def _plain_entry(path: Sequence[Any], value: Any, leaf: int, mesh: Mesh) -> Entr
         copies = [c for c, placement in zip(here, value.placements, strict=True) if isinstance(placement, Replicate)]
         box = Box(tuple(offsets), tuple(sizes))
         return Entry(name, leaf, value.to_local().detach(), value.shape, None, box, writes=not any(copies))
+    if isinstance(value, BoxTensor):
+        value.pieces()  # raises where nothing tells the part
+        return Entry(
+            name, leaf, value.local, value.shape, value.part, writes=value.writes and bool(value.local.numel())
+        )
     if isinstance(value, torch.Tensor):
         return Entry(name, leaf, flat_of(value), value.shape, Range(0, value.numel()), shared=True)
     return Entry(name, leaf, value, None, shared=True)

@@ -1,5 +1,6 @@
 """Which elements of a tensor this rank holds, and which rank writes them."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,13 @@ from mfsdp_func.values.ranges import Range, intersect_ranges
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements without a gradient, 1-D."""
     return tensor.detach().reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which are not copied; they keep the tensor."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)
+    array.tensor = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(array).cast("B")
 
 
 def part_of(owners: GroupOwnerLayout, index: int) -> Range:

@@ -23,6 +23,7 @@ from mfsdp_func.checkpoint.entry import Entry
 from mfsdp_func.checkpoint.error import CheckpointError
 from mfsdp_func.checkpoint.manifest import FileRecord, HashingFile, write_file
 from mfsdp_func.checkpoint.names import check_names, entries_of
+from mfsdp_func.checkpoint.parts import bytes_of
 from mfsdp_func.checkpoint.publishing import PARTIAL_SUFFIX, Job, leaders_of, publish
 from mfsdp_func.checkpoint.staging import Staging
 from mfsdp_func.values.mesh import Mesh, MeshLike
@@ -142,8 +143,9 @@ def digest_of(entry: Entry) -> str:
     """
     if entry.is_tensor:
         words = f"{entry.dtype} {tuple(entry.shape or ())}".encode()
-        flat = entry.value.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        return hashlib.sha256(words + flat.numpy().tobytes()).hexdigest()[:32]
+        found = hashlib.sha256(words)
+        found.update(bytes_of(entry.value.cpu().resolve_conj().resolve_neg().contiguous()))
+        return found.hexdigest()[:32]
     return hashlib.sha256(encode_object(entry)).hexdigest()[:32]
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from mfsdp_func.checkpoint.parts import bytes_of
+
 
 class Staging:
     """Copies pieces of tensors to memory of their own on CPU.
@@ -24,12 +26,18 @@ class Staging:
 
     @torch.no_grad()
     def on_cpu(self, view: torch.Tensor) -> torch.Tensor:
-        """A contiguous CPU tensor whose storage holds just the elements of `view`, maybe `view` itself."""
+        """A contiguous CPU tensor whose storage holds just the elements of `view`: on CPU, in the memory of `view` itself."""
         tensor = view.detach()
         if tensor.is_cuda:
             return self._from_cuda(tensor)
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        if tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        return (
+            torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+            if tensor.nbytes
+            else tensor.clone()
+        )
 
     def _from_cuda(self, tensor: torch.Tensor) -> torch.Tensor:
         device = tensor.device

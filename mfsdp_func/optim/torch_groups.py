@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +14,9 @@ from mfsdp_func.operations.views import has_buffers
 from mfsdp_func.optim.facts import NOWHERE, Where
 from mfsdp_func.optim.masks import covers
 from mfsdp_func.optim.transformation import GradientTransformation
-from mfsdp_func.values.buffer_spec import BufferSpec
+from mfsdp_func.values.buffer_spec import BufferSpec, is_first_replica
+from mfsdp_func.values.owner_planning import GroupOwnerLayout
+from mfsdp_func.values.ranges import Range, intersect_ranges
 
 Make: TypeAlias = Callable[..., GradientTransformation[Any]]
 """Makes a transformation from its learning rate and settings: `adamw`, or ``partial(muon, owner_layout=owners)``."""
@@ -26,6 +28,14 @@ OWN_SETTINGS = frozenset({"params", "lr", "transformation", "tensors", "param_na
 """What a group may have beside the settings of its transformation."""
 
 COMPLAINT = "give each parameter group a function from a 0-D learning rate to a transformation, such as optim.adamw"
+
+
+class Place(NamedTuple):
+    """Of which tensor a shard is a part."""
+
+    shape: torch.Size
+    part: Range
+    writes: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,26 @@ class Group:
                 for i, _ in spec.layout.tensors_in(spec.local_range):
                     found[(key, i) if self.paired else i] = n, i
         return {key: place for key, place in found.items() if self.only is None or covers(self.only, key)}
+
+    def owner_layouts(self) -> dict[Any, GroupOwnerLayout]:
+        """Those that the transformation knows, by name; a single one under None."""
+        found: dict[Any, GroupOwnerLayout] = {}
+        for owners in self.where.owners:
+            found |= {None: owners} if isinstance(owners, GroupOwnerLayout) else dict(owners)
+        return found
+
+    def place_of(self, key: Hashable) -> Place | None:
+        """Where a bare shard lies, if the transformation's owner layout tells."""
+        split: Any = key if isinstance(key, tuple) and len(key) == 2 else (None, key)
+        name, i = split
+        owners = self.owner_layouts().get(name)
+        if owners is None or owners.mesh.rank is None or i not in owners.tensor_to_owner:
+            return None
+        whole = owners.layout.get_tensor_range(i)
+        part = intersect_ranges(whole, owners.layout.get_local_range(owners.mesh, owners.placements))
+        writes = is_first_replica(owners.mesh, owners.placements)
+        held = Range(part.start - whole.start, part.numel) if part.numel else Range(0, 0)
+        return Place(owners.layout.tensor_shapes[i], held, writes)
 
     def tensors(self, locals_: list[torch.Tensor]) -> dict[Hashable, torch.Tensor]:
         """This rank's tensors by key, as views of one local tensor per parameter."""

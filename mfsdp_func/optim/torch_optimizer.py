@@ -255,9 +255,35 @@ class TorchOptimizer(torch.optim.Optimizer):
         """The state by parameter number and name, as `torch.optim.Optimizer` gives it.
 
         Of a flat buffer that is cut, this rank's part of each tensor is wrapped in a `BoxTensor`, which
-        `torch.distributed.checkpoint` saves and loads as a part of the whole tensor, on any number of ranks.
+        `torch.distributed.checkpoint` saves and loads as a part of the whole tensor, on any number of ranks. So is that of
+        a bare shard of which the transformation's owner layout tells; others beside it are refused there.
         """
         return with_boxes(super().state_dict(), self._groups, self._indices)
+
+    @property
+    def states(self) -> tuple[Any, ...]:
+        """The states of the groups' transformations: what `mfsdp_func.checkpoint.save` takes, with the parameters beside it.
+
+        Tensors of buffers go by ``(group, index)``, of which ``names=`` makes names; see `load_states`.
+        """
+        return tuple([made.state for made in self._groups])
+
+    @torch.no_grad()
+    def load_states(self, states: Any) -> None:
+        """Copy states, such as `mfsdp_func.checkpoint.load` returns, into those of this optimizer.
+
+        Raises:
+            ValueError: if they are of another structure or shape; nothing is copied then.
+        """
+        own, structure = pytree.tree_flatten(self.states)
+        new, given = pytree.tree_flatten(tuple(states))
+        if given != structure or [tensor.shape for tensor in own] != [tensor.shape for tensor in new]:
+            raise ValueError(
+                "TorchOptimizer.load_states: the states are of another structure or shape than those of this optimizer; load"
+                ' them like its own: checkpoint.load(path, {..., "optimizer": optimizer.states})'
+            )
+        for tensor, value in zip(own, new, strict=True):
+            tensor.copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, into the tensors of `state`, which stay the same objects.

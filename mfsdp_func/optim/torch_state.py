@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from mfsdp_func.optim.torch_groups import Group, Make, local_of
+from mfsdp_func.optim.torch_groups import Group, Make, Place, local_of
 from mfsdp_func.optim.transformation import apply_updates
-from mfsdp_func.values.buffer_spec import local_part
+from mfsdp_func.values.buffer_spec import is_first_replica, local_part
 
 Path: TypeAlias = tuple[Any, ...]
 Held: TypeAlias = MutableMapping[Any, dict[str, torch.Tensor]]
@@ -141,16 +141,33 @@ def with_boxes(packed: dict[str, Any], groups: Sequence[Group], indices: Sequenc
     """See `TorchOptimizer.state_dict`; `packed` is what torch gives."""
     from mfsdp_func.checkpoint.dcp import BoxTensor
 
+    bare = any(layout.mesh.size() > 1 for made in groups for layout in made.owner_layouts().values())
     for made, own, group in zip(groups, indices, packed["param_groups"], strict=True):
+        for n, (key, number) in enumerate(zip(made.keys, group["params"], strict=True)):
+            if bare and made.specs[n] is None:
+                held, place = packed["state"].get(number, {}), made.place_of(key)
+                packed["state"][number] = {name: _boxed(value, place) for name, value in held.items()}
         for (n, name), i in own.items():
             spec, number = made.specs[n], group["params"][n]
             if spec is None or not spec.is_sharded:
                 continue
             part, held = local_part(spec, i), dict(packed["state"][number])
             if held[name].numel() == part.numel:
-                held[name] = BoxTensor(held[name], spec.layout.tensor_shapes[i], part)
+                writes = is_first_replica(spec.mesh, spec.placements)
+                held[name] = BoxTensor(held[name], spec.layout.tensor_shapes[i], part, writes)
             packed["state"][number] = held
     return packed
+
+
+def _boxed(value: Any, place: Place | None) -> Any:
+    """State of a bare shard: of no DTensor, and of no buffer, in an optimizer whose transformations know of shards."""
+    from mfsdp_func.checkpoint.dcp import BoxTensor
+
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
+        return value
+    if place is None or value.numel() != place.part.numel:
+        return BoxTensor(value, value.shape, None)
+    return BoxTensor(value, place.shape, place.part, place.writes)
 
 
 @torch.no_grad()
