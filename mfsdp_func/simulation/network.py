@@ -140,8 +140,8 @@ class Network:
                     )
 
     def announce(self, meeting: Meeting[Posted], mine: Posted) -> None:
-        """In live memory, messages may arrive as soon as both ends have made their calls; on streams, when these say."""
-        if self.settings.memory != "live" or self.settings.streams or not self.baton.tape.free:
+        """In live memory, messages may arrive as soon as both ends have made their calls."""
+        if self.settings.memory != "live" or not self.baton.tape.free:
             return
         for peer in sorted(mine.peers):
             other = meeting.entries.get(peer)
