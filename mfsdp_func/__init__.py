@@ -1,6 +1,6 @@
 """Owner-compute gather and scatter over sharded flat buffers, as pure functions."""
 
-from mfsdp_func import checkpoint, faults, inplace, optim
+from mfsdp_func import checkpoint, faults, inplace, optim, streams
 from mfsdp_func.effects.agreement import agreement_check
 from mfsdp_func.effects.exchange_error import ExchangeError
 from mfsdp_func.effects.token import Token
@@ -103,4 +103,5 @@ __all__ = [
     "scatter",
     "scatter_coalesced",
     "simulate",
+    "streams",
 ]

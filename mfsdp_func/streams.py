@@ -2,6 +2,24 @@
 
 On CUDA these are torch's own. In the simulation they are simulated ones, which order the work on CPU tensors: a wait that is
 missing, or memory given away too early, is found there on every run.
+
+>>> import torch
+>>> import mfsdp_func as mf
+>>> def doubled(mesh, *, waits):
+...     side, values = mf.streams.new_stream(), torch.ones(3)
+...     if waits:
+...         side.wait_stream(mf.streams.current_stream())
+...     with mf.streams.on_stream(side):
+...         twice = values * 2
+...     mf.streams.current_stream().wait_stream(side)
+...     return twice.tolist()
+>>> mf.simulate(lambda mesh: doubled(mesh, waits=True), 1, streams=True).results
+{0: [2.0, 2.0, 2.0]}
+>>> try:
+...     mf.simulate(lambda mesh: doubled(mesh, waits=False), 1, streams=True)
+... except mf.SimulationError as error:
+...     print(str(error)[:58])
+missing wait: aten::mul on stream 1 of rank 0 (at <doctest
 """
 
 from contextlib import AbstractContextManager

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -185,6 +186,19 @@ def test_beside_this_library() -> None:
         return total.sum().item()
 
     assert run(program, 2) == {0: 16.0, 1: 16.0}
+
+
+def test_a_call_that_has_ended_keeps_no_results() -> None:
+    def program() -> bool:
+        room = torch.zeros(4)
+        work = dist.all_gather_into_tensor(room, torch.ones(2), async_op=True)
+        assert work is not None
+        work.wait()
+        storage = StorageWeakRef(room.untyped_storage())
+        del room, work
+        return storage.expired()
+
+    assert all(run(program, 2).values())
 
 
 # What goes wrong.

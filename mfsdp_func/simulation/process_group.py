@@ -41,15 +41,17 @@ class Brought(NamedTuple):
 class SimulatedWork(dist.Work):
     """A call that is under way; it ends when somebody waits for it, or asks whether it has ended."""
 
-    def __init__(self, finish: Callable[[], None], outputs: Tensors) -> None:
+    def __init__(self, finish: Callable[[], None], outputs: Tensors, under_way: "set[SimulatedWork]") -> None:
         super().__init__()
         self._finish: Callable[[], None] | None = finish
-        self._outputs = list(outputs)
+        self._outputs, self._under_way = list(outputs), under_way
+        under_way.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+            self._under_way.discard(self)
         return True
 
     def is_completed(self) -> bool:
@@ -79,7 +81,7 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue, reportArgumentType]
         self._carrier, self._ranks, self._name = carrier, tuple(ranks), name
         self._mesh = Mesh(len(ranks), ranks=ranks, rank=ranks[rank])
-        self._works: list[SimulatedWork] = []
+        self._under_way: set[SimulatedWork] = set()
         """torch's C++ may hold a work whose Python half nobody holds."""
 
     def getBackendName(self) -> str:  # torch's own name for it
@@ -264,9 +266,7 @@ class SimulatedGroup(dist.ProcessGroup):
             with torch.no_grad():
                 finish([meeting.entries[rank] for rank in ranks])
 
-        work = SimulatedWork(end, outputs)
-        self._works.append(work)
-        return work
+        return SimulatedWork(end, outputs, self._under_way)
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
