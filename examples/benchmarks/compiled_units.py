@@ -30,6 +30,7 @@ from torch.func import grad_and_value
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mfsdp_func as mf
+from mfsdp_func.fsdp import ShardedModule
 from mfsdp_func.optim import adamw, apply_updates
 
 RATE, WORDS = 1e-3, 512
@@ -106,7 +107,7 @@ def ours(method: str, model: nn.Module, mesh: DeviceMesh) -> Step:
     return step
 
 
-def whole_step(apply: mf.ShardedModule, params: Any) -> Step:
+def whole_step(apply: ShardedModule, params: Any) -> Step:
     """Forward, backward and update in one region."""
     optimizer = adamw(RATE, weight_decay=0.01)
 
