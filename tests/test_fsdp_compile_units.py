@@ -8,6 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.func import grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import mfsdp_func as mf
 from mfsdp_func.fsdp import Escape
@@ -135,6 +136,41 @@ def test_other_transforms_twins_and_regions_around() -> None:
                 pairs = [(a, b)] if isinstance(a, torch.Tensor) else [(a[k].local_buffer, b[k].local_buffer) for k in b]
                 for found, wanted in pairs:
                     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+    on_each((1,), program)
+
+
+class Around(nn.Module):
+    """Activation checkpointing around units and inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_activation_checkpointing_around_units(how: str) -> None:
+    """What runs again in a backward pass runs as it did in the forward pass, also in the first step."""
+
+    def program(mesh: mf.Mesh) -> None:
+        torch.manual_seed(0)
+        module, x = Around().double(), torch.randn(2, 4, dtype=torch.float64)
+        plain, params = mf.fully_shard(module, mesh, place(mesh, "one"))
+        apply, _ = mf.fully_shard(module, mesh, place(mesh, "one"), context=context_of("aot_eager"))
+        expected = grad(lambda params: plain(params, x).square().sum())(params)
+        for _ in range(3):
+            if how == "grad":
+                cases.assert_same_buffers(grad(lambda params: apply(params, x).square().sum())(params), expected)
+                continue
+            leaves = cases.leaves_of(params)
+            apply(leaves, x).square().sum().backward()
+            found = {key: mf.DBuffer(b.spec, b.local_buffer.grad) for key, b in leaves.items()}
+            cases.assert_same_buffers(found, expected)
 
     on_each((1,), program)
 

@@ -80,7 +80,8 @@ def fully_shard(
     call; arguments are tensors and constants in tuples, lists and dicts. Training flags, the numbers of hooks, and
     attributes that are numbers, strings, functions and the like are guarded: after a change the region is compiled anew.
     What containers, closures and other objects hold stays as it was when the region was compiled. Draws from Python's and
-    NumPy's generators are refused there.
+    NumPy's generators are refused there. Such a region holds every unit, so that compiling grows with depth;
+    `FsdpContext.compile` compiles units each for itself, and equal ones once.
 
     Args:
         module: any module, on the meta device too; it is not changed, and may be dropped. All ranks must have the same

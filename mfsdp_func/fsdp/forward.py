@@ -30,11 +30,10 @@ class Forward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a differentiated call runs compiled code, which nobody can watch."""
-        return self._compiled is not None and self.is_checked
+        """Whether a call runs compiled code, which nobody can watch: where it shall, once that was done or need not be."""
+        return self._compiled is not None and (self.is_checked or not torch.is_grad_enabled())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results; those of the plain forward under transforms and tracers, and where a run is still to be watched."""
-        if self._compiled is None or (torch.is_grad_enabled() and not self.is_checked) or not is_untransformed():
-            return self.plain(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
+        """The results of the compiled code; of the plain forward under transforms and tracers, and where there is none."""
+        run = self.plain if self._compiled is None or not is_untransformed() else self._compiled
+        return run(*args, **kwargs)

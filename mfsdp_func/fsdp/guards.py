@@ -31,7 +31,7 @@ _PLAIN = (
         types.FunctionType,
         types.BuiltinFunctionType,
     ),
-    *(torch.dtype, torch.device, torch.Size, torch.memory_format),
+    *(torch.dtype, torch.device, torch.memory_format),
 )
 _GLOBAL_HOOKS: Sequence[dict[Any, Any]] = [
     value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)
@@ -94,7 +94,7 @@ def _is_dict(name: str, value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Whether a value is compared by itself, and not by its type alone."""
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+    return isinstance(value, _PLAIN) or (type(value) in (tuple, torch.Size) and all(map(is_plain, value)))
 
 
 guard_on_facts(PlainState, PlainState.number)

@@ -66,6 +66,8 @@ class Pass:
     _resting: dict[str, torch.Tensor] = field(default_factory=dict)
     _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _kept_versions: dict[str, int] = field(default_factory=dict)
+    _plain: set[int] = field(default_factory=set[int])
+    """Units that ran as they were written: so they run again, for activation checkpointing, in this pass."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -119,6 +121,9 @@ class Pass:
         slots = [*map(numbers.get, map(id, tensors), tensors)]
         modules, own = list(module.modules()), set[int]() if flat else containers_of((args, kwargs))
         places = places_of(module, (*map(_PATH, unit.names), *whole))
+        if not forward.is_compiled:
+            self._plain.add(index)
+        run = forward.plain if index in self._plain else forward
         structure: list[Any] = []
         starts: list[Start] = []
 
@@ -142,7 +147,7 @@ class Pass:
             inner = dict(zip(map(id, tensors), casted, strict=True))
             other = nullcontext(flat_substituted(args, kwargs, inner)) if flat else substituted((args, kwargs), inner)
             with other as trees, placed(params, given), buffers_written(modules):
-                results = forward(*trees[0], **trees[1])
+                results = run(*trees[0], **trees[1])
             outputs, filled = tensor_leaves(results, own)
             structure[:] = [filled]
             self.changing[index] = self.changing.get(index, frozenset()) | starts[0].changed()
@@ -189,7 +194,7 @@ class Pass:
             preceding=self._sources(before),
             cache=self.cache,
             recompute=unit.name in self.recompute,
-            watched=not forward.is_compiled,
+            watched=index in self._plain,
             origin=self,
         )
         tensors = [self.params[key].local_buffer for key in unit.groups]
