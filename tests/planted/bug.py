@@ -78,6 +78,7 @@ LADDER: dict[str, dict[str, Any]] = {
     "nccl": {"carrier": "nccl"},
     "the agreement check": {"check": True},
     "live memory": {"memory": "live"},
+    "simulated streams": {"streams": True},
     "streams": {"streams": True},
 }
 """Settings, in the order in which they are tried; after them, tapes."""
