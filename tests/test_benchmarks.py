@@ -104,8 +104,8 @@ def test_preflight_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     small = preflight.LLAMA_70B._replace(values=preflight.LLAMA_70B.values | {"num_hidden_layers": 2})
     monkeypatch.setattr(preflight, "MODELS", {})
     assert preflight.time_rows() == []
-    seconds, matrices = preflight.seconds_of(small, 16)
-    assert (seconds > 0, matrices) == (True, 14)
+    seconds, busy, matrices = preflight.seconds_of(small, 16)
+    assert (seconds > 0, busy > 0, matrices) == (True, True, 14)
     one, nodes = preflight.figure_rows(preflight.answers(small, (16,)))
     assert (one["mesh"], nodes["mesh"], nodes["between nodes"]) == ("16", "2x8", "0.0%")
     assert one["bound"] <= one["owner load, max / mean"]

@@ -51,14 +51,15 @@ def make(kind: str, sizes: dict[str, int]) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, **ends, use_cache=False))
 
 
-def two_steps(mesh: mf.Mesh, kind: str, sizes: dict[str, int], how: str) -> dict[str, int]:
+def two_steps(mesh: mf.Mesh, kind: str, sizes: dict[str, int], how: str, recompute: bool = False) -> dict[str, int]:
     """Peaks of the second step; in the first, state is made that later ones replace."""
     live, rows = LiveBytes(), [mf.RowAtomic()]
     tokens = torch.zeros(BATCH, dtype=torch.int64)
     with live:
         model = make(kind, sizes)
         route = optim.route(model)
-        apply, params = mf.fully_shard(model, mesh, mf.Placements([0], rows, rows, rows))
+        context = mf.FsdpContext(recompute=recompute)
+        apply, params = mf.fully_shard(model, mesh, mf.Placements([0], rows, rows, rows), context=context)
         del model
         step = (functional if how == "functional" else in_place)(live, route, apply, params, tokens)
         del params
@@ -97,9 +98,9 @@ def in_place(live: LiveBytes, route: Any, apply: Any, params: Any, tokens: torch
         yield
 
 
-def check(pool: Any, ranks: int, kind: str, sizes: dict[str, int], how: str) -> None:
-    measured = run_real(pool, two_steps, ranks, kind, sizes, how, timeout=900.0, group_timeout=600.0)
-    memory = mf.preflight(make(kind, sizes), ranks, batch=BATCH).memory
+def check(pool: Any, ranks: int, kind: str, sizes: dict[str, int], how: str, recompute: bool = False) -> None:
+    measured = run_real(pool, two_steps, ranks, kind, sizes, how, recompute, timeout=900.0, group_timeout=600.0)
+    memory = mf.preflight(make(kind, sizes), ranks, batch=BATCH, recompute=recompute).memory
     of_rank = {name: memory.total(name, in_place=how == "in place") for name in memory.moments}
     for rank, found in measured.items():
         told = {phase: max(int(of_rank[name][rank]) for name in names) for phase, names in MOMENTS.items()}
@@ -112,6 +113,11 @@ def check(pool: Any, ranks: int, kind: str, sizes: dict[str, int], how: str) -> 
 @pytest.mark.parametrize("kind", SMALL)
 def test_two_ranks(ranks2: Any, kind: str, how: str) -> None:
     check(ranks2, 2, kind, SMALL[kind], how)
+
+
+@pytest.mark.distributed
+def test_units_that_run_again(ranks2: Any) -> None:
+    check(ranks2, 2, "LlamaConfig", SMALL["LlamaConfig"], "in place", recompute=True)
 
 
 @pytest.mark.slow

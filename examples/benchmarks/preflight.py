@@ -62,18 +62,18 @@ MARKS = "<!-- preflight -->", "<!-- end of preflight -->"
 RANKS = (256, 512, 1024, 2048)
 
 
-def seconds_of(model: Model, ranks: int) -> tuple[float, int]:
-    """Seconds from the configuration to the printed answer, after imports; and the number of matrices."""
+def seconds_of(model: Model, ranks: int) -> tuple[float, float, int]:
+    """Seconds and CPU seconds from the configuration to the printed answer, after imports; and the number of matrices."""
     import transformers
 
     getattr(transformers, model.config.replace("Config", "ForCausalLM"))  # imports the code of the model
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     result = mf.preflight(model.config, ranks, changes=model.values, finer_rows=model.finer_rows)
     text = str(result)
-    took = time.perf_counter() - start
+    took, busy = time.perf_counter() - start, time.process_time() - busy
     if not text:
         raise ValueError("nothing was printed")
-    return took, result.parts.matrices
+    return took, busy, result.parts.matrices
 
 
 def time_rows(ranks: int = 2048, repeats: int = 3) -> list[dict[str, Any]]:
@@ -82,8 +82,10 @@ def time_rows(ranks: int = 2048, repeats: int = 3) -> list[dict[str, Any]]:
     for model in MODELS.values():
         command = [sys.executable, __file__, "--time", model.config, "--ranks", str(ranks)]
         found = [subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout for _ in range(repeats)]
-        took, matrices = median(float(out.split()[0]) for out in found), int(found[0].split()[1])
-        rows.append({"model": model.label, "ranks": ranks, "matrices": matrices, "seconds": took})
+        took, busy = (median(float(out.split()[n]) for out in found) for n in range(2))
+        matrices = int(found[0].split()[2])
+        row = {"model": model.label, "ranks": ranks, "matrices": matrices, "wall (s)": took, "CPU (s)": busy}
+        rows.append(row)
     return rows
 
 

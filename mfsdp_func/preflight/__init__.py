@@ -61,6 +61,7 @@ def preflight(
     reduce_dtype: torch.dtype | None = None,
     travel_dtype: torch.dtype = torch.bfloat16,
     finer_rows: Iterable[str] = (),
+    recompute: bool = False,
     byte_cost: float = BYTE_COST,
     near_nodes: bool = False,
     blocks: Mapping[str, Choice] | None = None,
@@ -89,6 +90,7 @@ def preflight(
         reduce_dtype: of averaged gradients.
         travel_dtype: of matrices on their way to owners.
         finer_rows: patterns of names of parameters that are laid out by their last dim, such as ``["*.experts.*"]``.
+        recompute: units run again in the backward pass, and keep no activations.
         byte_cost: price of a byte in the choice of owners.
         near_nodes: whether bytes between nodes cost more there.
         blocks: name pattern -> what parameters get, over what `optim.route` says; see `Route.override`.
@@ -125,6 +127,7 @@ def preflight(
         reduce_dtype=reduce_dtype,
         travel_dtype=travel_dtype,
         finer_rows=finer_rows if isinstance(finer_rows, str) else tuple(finer_rows),  # pyright: ignore[reportArgumentType]
+        recompute=recompute,
         byte_cost=byte_cost,
         near_nodes=near_nodes,
         batch=batch,

@@ -103,6 +103,8 @@ def _others(result: Answer) -> Iterator[Settings]:
             yield from _changed(settings, mesh=(settings.world // shards, shards))
         shards *= 4
     yield from _changed(settings, mesh=(settings.world,))
+    if settings.batch is not None:
+        yield from _changed(settings, recompute=not settings.recompute)
     if settings.batch is not None and settings.batch[0] > 1:
         yield from _changed(settings, batch=(settings.batch[0] // 2, settings.batch[1]))
 

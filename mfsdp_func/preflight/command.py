@@ -73,6 +73,7 @@ def add_parser(commands: Any) -> None:
         metavar="PATTERN",
         help="names of parameters laid out by their last dim, such as '*.experts.*'",
     )
+    parser.add_argument("--recompute", action="store_true", help="units run again backward, and keep no activations")
     parser.add_argument("--byte-cost", type=float, default=BYTE_COST, help="price of a byte in the choice of owners")
     parser.add_argument("--near-nodes", action="store_true", help="let bytes between nodes cost more there")
     parser.add_argument(
@@ -191,6 +192,7 @@ def _settings(options: argparse.Namespace) -> list[Settings]:
             reduce_dtype=options.reduce_dtype,
             travel_dtype=options.travel_dtype,
             finer_rows=tuple(options.finer_rows),
+            recompute=options.recompute,
             byte_cost=options.byte_cost,
             near_nodes=options.near_nodes,
             batch=options.batch,

@@ -84,15 +84,17 @@ def _moments(parts: Parts, activations: Activations | None, functional: bool) ->
     walk, itemsize = _Walk(parts, functional), parts.settings.gather_dtype.itemsize
     held = walk.whole(held_keys, itemsize)
     outside, again = (activations.outside, activations.again) if activations else (0, 0)
-    left = sum(call.kept for call in calls)
+    # A unit that runs again keeps its arguments, and has the rest while it is at work.
+    kept = [call.inputs if parts.settings.recompute else call.kept for call in calls]
+    left = sum(kept)
     last = calls[-1].outputs if calls else 0
     yield Moment(walk.done, held, 0, left + outside + max(again, last) + last)
     carried = outside + again if functional else 0
     for k in reversed(range(len(calls))):
         call, keys = calls[k], groups[calls[k].name]
         ahead = held + (walk.whole(groups[calls[k - 1].name], itemsize) if k else 0)
-        left -= call.kept
-        now = left + carried + call.outputs
+        left -= kept[k]
+        now = left + carried + call.outputs * (2 if parts.settings.recompute else 1)  # cotangents; results again
         yield from _of_unit(walk, keys, call, ahead, now)
         walk.average(keys)
         if functional:
@@ -110,8 +112,10 @@ def _of_unit(walk: _Walk, keys: Sequence[str], call: OfUnit, ahead: int, now: in
     trained = walk.trained(keys)
     gradients = sum(part.layout.size for part in trained) * itemsize
     whole = walk.whole(keys, itemsize)
-    # Activations go while gradients come; the operation at work holds about two tensors of the largest kind.
-    yield Moment(walk.done, ahead + whole, 0, now + call.kept + 2 * call.largest)
+    # Activations go while gradients come. At first there is one gradient, and the operation at work holds about two
+    # tensors of the largest kind.
+    first = max((numel for part in trained for numel in part.layout.tensor_numels), default=0) * itemsize
+    yield Moment(walk.done, ahead + whole, first, now + call.kept + 2 * call.largest)
     yield Moment(walk.done, ahead + whole, gradients, now + call.inputs)
     flat = shards = 0
     for part in trained:

@@ -101,6 +101,7 @@ class Answer:
             finer_rows=finer_rows(self.parts.model, self.settings),
             param_dtype=self.settings.param_dtype,
             reduce_dtype=self.settings.reduce_dtype,
+            recompute=self.settings.recompute,
         )
 
     def owner_layouts(self, mesh: Mesh | MeshLike) -> dict[str, GroupOwnerLayout]:

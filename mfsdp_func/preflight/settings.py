@@ -42,6 +42,7 @@ class Settings:
         travel_dtype: in which matrices travel to their owners (``ns_dtype`` of Muon).
         finer_rows: patterns of names of parameters that are laid out by their last dim; the default is that of
             `FsdpContext`, whose names they become in `Preflight.context`.
+        recompute: whether units run again in the backward pass and keep no activations (``FsdpContext(recompute=True)``).
         byte_cost: see `balance_owner_work`; only for planned owners. The default is that of `optim.from_route`.
         near_nodes: whether owners are planned with a higher price on bytes between nodes, which `optim.from_route`, knowing
             no nodes, does not do.
@@ -66,6 +67,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     travel_dtype: torch.dtype = torch.bfloat16
     finer_rows: tuple[str, ...] = tuple(FsdpContext().finer_rows)
+    recompute: bool = False
     byte_cost: float = BYTE_COST
     near_nodes: bool = False
     batch: tuple[int, int] | None = None

@@ -100,14 +100,15 @@ def time_step(
         loads: work of each owner in the optimizer, in floating-point operations.
         settings: the mesh.
         hardware: devices and links.
-        forward_flops: of one rank's forward pass; 0 where no batch is given. A backward pass takes twice as many.
+        forward_flops: of one rank's forward pass; 0 where no batch is given. A backward pass takes twice as many,
+            and those once more where units run again.
         units: into how many equal units the passes are cut, for the timeline.
     """
     seconds = {operation.name: seconds_of(operation, settings, hardware) for operation in operations}
     speed = hardware.flops * hardware.efficiency
     compute = {
         "forward": forward_flops / speed,
-        "backward": 2 * forward_flops / speed,
+        "backward": (3 if settings.recompute else 2) * forward_flops / speed,
         "optimizer": max(loads, default=0.0) / speed,
     }
     return Timing(seconds, compute, _timeline(seconds, compute, max(1, units)))
