@@ -52,6 +52,21 @@ def test_every_benchmark_runs(tmp_path: Path, ranks: int) -> None:
     assert (tables.startswith("before\n"), tables.endswith("\nafter\n"), "old" in tables) == (True, True, False)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_blocks_write_their_tables(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- blocks -->\nold\n<!-- end of blocks -->\nafter\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = ["--rounds", "1", "--layers", "1", "--readme", str(readme)]
+    subprocess.run([*command, str(FOLDER / "blocks.py"), *arguments], env=environ, timeout=280, check=True)
+    text = readme.read_text()
+    assert "per head, gram" in text
+    assert "1024 x 4096" in text
+    assert "old" not in text
+
+
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
