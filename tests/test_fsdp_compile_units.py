@@ -1,6 +1,7 @@
 """Units that are compiled each for itself: equal ones once, at any depth, and everything else as without."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def context_of(backend: Any, names: Any = True) -> mf.FsdpContext:
     return mf.FsdpContext(compile=names, compile_options={"backend": backend, "fullgraph": True})
 
 
-@pytest.mark.parametrize("roles", ["two", "hsdp", "zero2"])
+@pytest.mark.parametrize("roles", ["two", pytest.param("hsdp", marks=pytest.mark.slow), "zero2"])
 @pytest.mark.parametrize("how", ["grad", "backward"])
 def test_gradients_are_the_dense_ones(roles: str, how: str) -> None:
     """Tied and held parameters; the call that watches, and calls that do not."""
@@ -171,6 +172,29 @@ def test_activation_checkpointing_around_units(how: str) -> None:
             apply(leaves, x).square().sum().backward()
             found = {key: mf.DBuffer(b.spec, b.local_buffer.grad) for key, b in leaves.items()}
             cases.assert_same_buffers(found, expected)
+
+    on_each((1,), program)
+
+
+def test_dropout_where_units_run_again() -> None:
+    """Recomputation draws the same masks; a transform, which takes the forward as it was written, is refused."""
+    module, x = net(blocks=2, dropout=0.5), cases.batches(1)[0]
+
+    def program(mesh: mf.Mesh) -> None:
+        plain, params = mf.fully_shard(module, mesh, place(mesh, "one"))
+        choices = dataclasses.replace(context_of("aot_eager"), recompute=True)
+        apply, _ = mf.fully_shard(module, mesh, place(mesh, "one"), context=choices)
+
+        def gradients(apply: Any) -> Any:
+            torch.manual_seed(4)
+            return grad(lambda params: loss_of(apply(params, x), x))(params)
+
+        for _ in range(3):
+            cases.assert_same_buffers(gradients(apply), gradients(plain))
+        with pytest.raises(NotImplementedError, match="could not draw the same again"):
+            grad(lambda p: sum((b.local_buffer**2).sum() for b in grad(lambda p: loss_of(apply(p, x), x))(p).values()))(
+                params
+            )
 
     on_each((1,), program)
 

@@ -36,7 +36,8 @@ class FsdpContext:
         compile: names of units whose forward is compiled, each for itself, as `torch.nn.Module.compile` does for the blocks of
             an FSDP2 model; True for all. Equal units are compiled once, whatever the depth. The first call of each runs
             as it is, watched for tensors that enter or leave unseen, which compiled code does not show. In a compiled
-            region around `apply`, and where a unit runs again, nothing is compiled apart.
+            region around `apply`, under `vmap`, in forward mode and for derivatives beyond the first it is not used, and
+            in the latter three a unit may not draw random numbers.
         compile_options: keywords of `torch.compile` for these units.
         ignored: names of parameters that stay whole on every rank, each with the rank's own value, in
             `ShardedModule.ignored_params`. As in FSDP2, their gradients are this rank's own, and nobody averages them.

@@ -1,4 +1,4 @@
-"""Random operators in compiled code, which has no random state that a second run could go back to."""
+"""Random operators where the first run was compiled: it has no random state that another run could go back to."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ class DrawsRefused(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _draws(func, args, kwargs or {}):
             raise NotImplementedError(
-                f"apply in a compiled region: {func} draws random numbers where a unit runs twice (under vmap, for"
+                f"apply in compiled code: {func} draws random numbers where a unit runs twice (under vmap, for"
                 " derivatives beyond the first, or with recompute), and could not draw the same again; switch dropout off"
-                " (apply.eval()), or leave the transform or the compiled region out"
+                " (apply.eval()), or leave out the transform, or the compiled region, or FsdpContext(compile=...)"
             )
         return func(*args, **(kwargs or {}))
 

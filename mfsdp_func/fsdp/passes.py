@@ -140,7 +140,7 @@ class Pass:
             if starts:  # again: on copies of the containers, as they were
                 args_again, kwargs_again = rebuild(casted)
                 with placed(params, given), starts[0].again():
-                    outputs, filled = tensor_leaves(forward.plain(*args_again, **kwargs_again))
+                    outputs, filled = tensor_leaves(run(*args_again, **kwargs_again))
                 structure[:] = [filled]
                 return outputs
             starts.append(Start(module, self.changing.get(index)))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.draws import DrawsRefused
 from mfsdp_func.fsdp.graph import UnitGraph
 from mfsdp_func.fsdp.operators import unit_boundary
@@ -276,9 +277,10 @@ class UnitCall:
 
     @contextmanager
     def _again(self, *, traced: bool) -> Generator[None, None, None]:
-        """Run as the forward pass ran; compiled code, which could not draw the same again, may not draw at all."""
+        """Run as the forward pass ran; what could not draw the same again as compiled code may not draw at all."""
         ambient = nullcontext() if self.learned is None else self.learned.ambient.restored()
-        with ambient, DrawsRefused() if traced else nullcontext():
+        other = traced or (not self.watched and not is_untransformed())
+        with ambient, DrawsRefused() if other else nullcontext():
             yield
 
     def _check_unwritten(self, params: Params) -> None:
