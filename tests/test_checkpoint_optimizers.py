@@ -163,3 +163,44 @@ def test_numbers_of_fsdp2_come_to_ranks_that_hold_nothing(tmp_path: Path) -> Non
     held = list(mf.simulate(load, 5).results.values())
     assert 0 in held
     assert sum(held) == 4
+
+
+def test_what_owners_keep_of_rows_by_bare_shards(tmp_path: Path) -> None:
+    """Momentum by shards, running means of rows by pieces with owners of their own, from 2 ranks to 3."""
+    heads = optim.blocks("(h d) m -> h d m", d=2)
+
+    def trained(mesh: mf.Mesh, steps: int) -> tuple[optim.MuonState, dict[str, Any]]:
+        layout = mf.build_for_row_atomic_unpadding([(6, 4), (4, 5)], mesh.size())
+        owners = mf.GroupOwnerLayout.from_params(mesh, layout)
+        optimizer = optim.muon(0.1, owner_layout=owners, blocks={0: heads}, row_beta=0.9)
+
+        def shards(seed: int) -> dict[int, torch.Tensor]:
+            full = [randn(*shape, seed=seed + n) for n, shape in enumerate(layout.tensor_shapes)]
+            return mf.DBuffer.distribute_tensors(full, mesh, ROWS, layout).tensor_views()
+
+        params = shards(0)
+        state = optimizer.init(params)
+        for number in range(steps):
+            updates, state = optimizer.update(shards(10 + number), state, params)
+            params = optim.apply_updates(params, updates)
+        names = ("wq.weight", "up.weight")
+        wrapped = {
+            "momentum": checkpoint.Shards(state.momentum, owners, names),
+            "rows": checkpoint.Shards(state.row_squares, owners, names, owned=True),
+        }
+        return state, wrapped
+
+    mf.simulate(lambda mesh: checkpoint.save(tmp_path / "a", trained(mesh, 3)[1]), 2)
+    found = checkpoint.inspect(tmp_path / "a").tensors
+    rows = {name: tuple(one.shape) for name, one in found.items() if name.startswith("rows.")}
+    assert rows == {f"rows.wq.weight.{n}": (2,) for n in range(3)} | {"rows.up.weight.0": (4,)}
+
+    def load(mesh: mf.Mesh) -> None:
+        state, wrapped = trained(mesh, 3)
+        got = checkpoint.load(tmp_path / "a", checkpoint.spec_of(wrapped))
+        for expected, one in ((state.momentum, got["momentum"]), (state.row_squares, got["rows"])):
+            assert one.tensors.keys() == expected.keys()
+            for key, tensor in expected.items():
+                torch.testing.assert_close(one.tensors[key], tensor, rtol=0, atol=1e-12)
+
+    mf.simulate(load, 3)
