@@ -83,6 +83,20 @@ def test_a_missing_wait_names_both_sides() -> None:
     assert re.match(wanted, told), told
 
 
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, repr])
+def test_the_host_reads_too_early(read: Any) -> None:
+    def program(mesh: Mesh, device: str, *, waits: bool) -> None:
+        (owners,) = groups_of(mesh)
+        _, token = mf.gather(shards_of(owners, device), owner_layout=owners, async_op=True)
+        if waits:
+            token.wait()
+        read(token.link)
+
+    run(partial(program, waits=True), streams=True)
+    with pytest.raises(mf.SimulationError, match=r"^missing wait: .* on the default stream of rank \d"):
+        run(partial(program, waits=False), streams=True)
+
+
 def given_away(mesh: Mesh, device: str) -> list[torch.Tensor]:
     side, source = streams.new_stream(device), torch.ones(8)
     side.wait_stream(streams.current_stream(device))

@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -99,6 +100,11 @@ class RankStreams:
     def mark_used(self, tensor: torch.Tensor, stream: Any) -> None:
         self.device.tell(tensor, stream.stream_id)
 
+    def queue(self, operator: str) -> Work:
+        """Queue a piece of work on the current stream."""
+        stream = self._current.stream_id
+        return Work(stream, self.device.clocks.queue(stream), operator, lines_here())
+
     def host_waits(self) -> None:
         """The host waits for the current stream: all that it queues from now on comes after."""
         self._done = later(self._done, self._current.record_event().moment)
@@ -139,8 +145,7 @@ class Recorder(TorchDispatchMode):
         if func is not _ATEN.lift_fresh.default:  # whose argument was made just now, by no operator
             self._device.meet(_dense((args, given)))
         results = func(*args, **given)
-        stream = self._streams.current.stream_id
-        work = Work(stream, self._device.clocks.queue(stream), func._schema.name, lines_here())
+        work = self._streams.queue(func._schema.name)
         uses = list(zip(_uses(func), args, strict=False))
         uses += [(use, given[use.name]) for use in _uses(func) if use.name in given]
         self._device.touch(work, _dense([value for use, value in uses if use.reads]), writes=False)
@@ -152,9 +157,29 @@ class Recorder(TorchDispatchMode):
         return results
 
 
+class HostReads(TorchFunctionMode):
+    """Records what reads a tensor's memory without an operator: the host, which waits for the current stream first."""
+
+    def __init__(self, streams: RankStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_BY_HOST and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            device, tensors = self._streams.device, _dense(args[0])
+            device.meet(tensors)
+            device.touch(self._streams.queue(f"Tensor.{func.__name__}"), tensors, writes=False)
+            self._streams.host_waits()
+        return func(*args, **(kwargs or {}))
+
+
+_READ_BY_HOST = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
+
+
 def record_on_streams(streams: RankStreams, stack: ExitStack) -> None:
     """Let this thread, a rank's, work on its streams."""
     stack.enter_context(Recorder(streams))
+    stack.enter_context(HostReads(streams))
     SIMULATED_STREAMS.set(streams)
     RECORDERS.set(RECORDERS.get() + 1)
 

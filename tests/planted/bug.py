@@ -79,7 +79,6 @@ LADDER: dict[str, dict[str, Any]] = {
     "the agreement check": {"check": True},
     "live memory": {"memory": "live"},
     "simulated streams": {"streams": True},
-    "streams": {"streams": True},
 }
 """Settings, in the order in which they are tried; after them, tapes."""
 TAPES = "a tape"
