@@ -242,7 +242,8 @@ class Answer:
         return (
             f"TIME by the alpha-beta model, no measurement ({self.hardware})\n"
             + format_table(["slowest rank", "seconds"], rows)
-            + f"\nnumbers of {self.hardware.name}, and their sources\n{self.hardware.table()}"
+            + f"\nnumbers of {self.hardware.name}, and their sources, as remembered: compare before you rely on one\n"
+            + self.hardware.table()
         )
 
     def compare(self, *others: "Answer") -> str:
