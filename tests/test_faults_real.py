@@ -142,6 +142,13 @@ def test_a_short_stall_changes_nothing(saved: Path, unharmed: list[Outcome], ran
 # Single calls, on pools of their own timeouts.
 
 
+def run_short(pool: RankPool, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a program in groups that give up soon, on processes that have started."""
+    if not pool.pids:
+        pool.run(float)
+    return pool.run(program, *args, group_timeout=TIMEOUT)
+
+
 def test_what_is_known_of_a_group(ranks2: RankPool) -> None:
     for found in ranks2.run(facts_of_a_group, group_timeout=12.5):
         assert found[:2] == (12.5, 7.0)
@@ -190,7 +197,7 @@ def leave_out(rank: int, way: str) -> Any:
 
 @pytest.mark.parametrize("way", ["plain", "async", "checked", "in place"])
 def test_a_rank_that_leaves_a_call_out(way: str, ranks4: RankPool) -> None:
-    found = ranks4.run(leave_out, way, group_timeout=TIMEOUT)
+    found = run_short(ranks4, leave_out, way)
     waiting = range(3) if way == "checked" else (0,)  # the others send, and are done
     for rank in waiting:
         error, seconds = found[rank]
@@ -219,7 +226,7 @@ def wait_through(rank: int) -> Any:
 
 
 def test_those_who_wait_through_others(ranks4: RankPool) -> None:
-    for rank, outcomes in enumerate(ranks4.run(wait_through, group_timeout=TIMEOUT)[:3]):
+    for rank, outcomes in enumerate(run_short(ranks4, wait_through)[:3]):
         assert len(outcomes) == 1 + (rank in (1, 2))
         for error, seconds in outcomes:
             assert isinstance(error, mf.ExchangeError)
@@ -241,7 +248,7 @@ def come_late(rank: int, seconds: float) -> Any:
 
 def test_a_rank_that_joins_late(ranks4: RankPool) -> None:
     assert ranks4.run(come_late, 1.0, group_timeout=10.0) == [None] * 4
-    for error in ranks4.run(come_late, TIMEOUT + 1, group_timeout=TIMEOUT):
+    for error in run_short(ranks4, come_late, TIMEOUT + 1):
         assert isinstance(error, mf.ExchangeError)
         assert_says(error, "gather 'rows'")
 
@@ -267,6 +274,42 @@ def test_a_group_destroyed_and_used_again(ranks2: RankPool, tmp_path: Path) -> N
     assert isinstance(in_flight, mf.ExchangeError)
     assert seconds <= TIMEOUT + SLACK
     assert failed <= 1  # that of the token's group, which the error's traceback keeps
+
+
+def store_of_rank_0(rank: int, folder: Path) -> dist.TCPStore:
+    """A store that rank 0 serves."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+        return store
+    while not (folder / "port").exists():
+        time.sleep(0.05)
+    return dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+
+
+def fail_twice(rank: int, folder: Path) -> list[str | None]:
+    """Two groups, one after the other in one store, each behind a prefix (as gloo needs it) and with a failure of its own."""
+    dist.destroy_process_group()
+    store, causes = store_of_rank_0(rank, folder), list[str | None]()
+    for name in ("first", "second"):
+        part = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=part, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        shards, owners = rows(world_mesh(), name)
+        mf.gather(shards, owner_layout=owners)
+        if rank == 0:
+            waiting.give_up(dist.distributed_c10d._get_default_group(), f"rank 0, told in the {name} group")
+        else:
+            time.sleep(0.5)
+        error = catch(mf.gather, shards, owner_layout=owners)
+        causes.append(error.cause if isinstance(error, mf.ExchangeError) else repr(error))
+        dist.destroy_process_group()
+    return causes
+
+
+def test_a_second_group_in_the_same_store_quotes_its_own_failure(ranks2: RankPool, tmp_path: Path) -> None:
+    for causes in ranks2.run(fail_twice, tmp_path):
+        assert causes == ["rank 0, told in the first group", "rank 0, told in the second group"]
 
 
 def lose_memory(rank: int) -> Any:
@@ -329,16 +372,16 @@ def test_a_rank_that_fails_between_exchanges(shape: tuple[int, ...], ranks4: Ran
 def die_inside_the_vote(rank: int, folder: Path) -> Any:
     """Rank 3 dies when some of the others can end the vote and some cannot: it goes by messages, peer after peer."""
     join(rank, 4, folder / "store", TIMEOUT)
-    mesh = Mesh(4, rank=rank)  # without groups of its own, so that the vote goes by messages
+    mesh = Mesh(4, ["alone"], rank=rank)  # without groups of its own, so that the vote goes by messages
     committed = mf.commit(lambda state: {"x": state["x"] + 1}, mesh=mesh)
     state = committed({"x": torch.zeros(1)})
     if rank == 3:
-        messages._isend = die_after(3 + 2)  # the parts of its sum, and the sum itself to two of three
+        messages._isend = die_after(1 + 2)  # a term of rank 1's sum; and its own sum, to two of three
     try:
         state = committed(state)
-        return committed.number, {committed.number: float(state["x"])}
+        return True, committed.number, {committed.number: float(state["x"])}
     except mf.CommitError as error:
-        return error.step + 1, {error.step: float(error.old["x"]), error.step + 1: float(error.new["x"])}
+        return False, error.step + 1, {error.step: float(error.old["x"]), error.step + 1: float(error.new["x"])}
 
 
 def die_after(number: int) -> Callable[..., Any]:
@@ -356,16 +399,18 @@ def die_after(number: int) -> Callable[..., Any]:
 
 @pytest.mark.slow
 def test_a_death_inside_the_vote(ranks4: RankPool, tmp_path: Path) -> None:
-    found = ranks4.run(die_inside_the_vote, tmp_path, return_exceptions=True)
-    last = [number for number, _ in found[:3]]
-    assert sorted(last) != [1, 1, 1]
-    lowest = min(last)
-    for _, states in found[:3]:
+    *survivors, killed = ranks4.run(die_inside_the_vote, tmp_path, return_exceptions=True)
+    assert "died with exit code -9" in str(killed)
+    assert [ended for ended, *_ in survivors] == [True, True, False]
+    lowest = min(number for _, number, _ in survivors)
+    for _, _, states in survivors:
         assert states[lowest] == float(lowest)
 
 
 class Deaf:
     """A group whose store never answers."""
+
+    group_name = "deaf"
 
     def get_group_store(self) -> Any:
         return self
@@ -387,14 +432,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
 def lose_the_store(rank: int, folder: Path) -> Any:
     """Rank 0, which serves the store, is killed."""
     dist.destroy_process_group()
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False)
-        (folder / "port.new").write_text(str(store.port))
-        (folder / "port.new").rename(folder / "port")
-    else:
-        while not (folder / "port").exists():
-            time.sleep(0.05)
-        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), 4, is_master=False)
+    store = store_of_rank_0(rank, folder)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
     mesh = world_mesh()
     shards, owners = rows(mesh)
