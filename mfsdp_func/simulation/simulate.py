@@ -50,9 +50,9 @@ def simulate(
         carrier: "eager": an operation sends when it is launched and waits at its end, for all ranks of its mesh to have
             launched it. "rendezvous": its launch too waits, for the receivers of what it sends. "nccl": a rank's operations
             run in the order of their launch, each when its peers have come to it.
-        memory: "copied": messages are copies, made at the launch. "live": they are read from the sender's memory, and
-            appear in the receiver's, at the last moment, or at an earlier one that `choices` takes; what is freed, or
-            written to, in between is an error.
+        memory: "copied": messages are copies, made at the launch. "live": they appear in the receiver's memory at the last
+            moment (late delivery), or at an earlier one that `choices` takes; until the sender's call has ended, what it
+            sends is lent and not kept alive, and memory that is freed (early free), or written to, is an error.
         faults: values of `mfsdp_func.faults`; see `Simulation.errors` for what becomes of a rank that they hit.
         choices: what goes first wherever the run is free: a seed, `PCT`, or a tape of numbers, 0 past its end. By default
             first in, first out.

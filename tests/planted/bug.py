@@ -84,7 +84,6 @@ LADDER: dict[str, dict[str, Any]] = {
 TAPES = "a tape"
 TAPE_SETTINGS: dict[str, Any] = {"memory": "live", "poison": True}
 DEVIATIONS = 3
-_SEEDS = 40
 
 
 class Finding(NamedTuple):
