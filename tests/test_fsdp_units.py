@@ -55,6 +55,52 @@ def test_at_most_two_units_are_alive(prefetch: bool, how: str) -> None:
     on_each((1,), program)
 
 
+class Wide(nn.Module):
+    """Makes an activation that the backward pass needs, and tells when that goes and when its own turn has come."""
+
+    alive: set[int] = set()  # noqa: RUF012
+    seen: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.fc, self.back = number, nn.Linear(4, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.tanh(self.fc(x))
+        Wide.alive.add(self.number)
+        weakref.finalize(wide.untyped_storage(), Wide.alive.discard, self.number)
+        y = self.back(wide)
+        y.register_hook(lambda gradient: Wide.seen.append((self.number, len(Wide.alive))))
+        return y
+
+
+@pytest.mark.parametrize(("how", "parameter"), [("grad", ROWS), ("backward", ROWS), ("backward", FULL)], ids=repr)
+def test_activations_are_freed_unit_by_unit(how: str, parameter: Any) -> None:
+    """When a unit's turn comes in the backward pass, those after it have given theirs back."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Wide(n) for n in range(5)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().sum()
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(Stack(), mesh, mf.Placements(0, [parameter], [ROWS], [ROWS]))
+        Wide.alive, Wide.seen = set(), []
+        if how == "grad":
+            grad(lambda params: apply(params, torch.ones(3, 4)))(params)
+        else:
+            apply(cases.leaves_of(params), torch.ones(3, 4)).backward()
+        assert Wide.seen == [(n, n + 1) for n in reversed(range(5))]
+        assert not Wide.alive
+
+    on_each((1,), program)
+
+
 def calls_of_a_step(roles: str, how: str) -> tuple[int, dict[int, list[str]]]:
     """Number of groups, and the operations of each rank."""
     module, data = net(blocks=3, tie=False), cases.batches(4)

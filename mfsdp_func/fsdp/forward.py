@@ -29,6 +29,11 @@ class Forward:
         return Forward(copy.deepcopy(self.plain, memo), self._options)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is never compiled."""
+        return self._compiled is None
+
+    @property
     def is_compiled(self) -> bool:
         """Whether a call runs compiled code, which nobody can watch: where it shall, once that was done or need not be."""
         return self._compiled is not None and (self.is_checked or not torch.is_grad_enabled())

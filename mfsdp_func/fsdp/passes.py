@@ -24,7 +24,7 @@ from mfsdp_func.fsdp.torch_internals import current_node, inner_of, is_batched, 
 from mfsdp_func.fsdp.trees import containers_of, flat_leaves, flat_substituted, is_flat, substituted, tensor_leaves
 from mfsdp_func.fsdp.unit import UnitCall
 from mfsdp_func.fsdp.unit_function import call_of_node, call_unit
-from mfsdp_func.fsdp.watch import written
+from mfsdp_func.fsdp.watch import Writes, written
 from mfsdp_func.operations.dbuffer import DBuffer
 
 Params: TypeAlias = Mapping[str, DBuffer]
@@ -109,8 +109,11 @@ class Pass:
         if site.param_groups[0].rests_whole:
             forward.is_checked = True  # it runs like any module
             args, kwargs = rebuild(self._cast(site, tensors))
-            with swapped(module, self._kept_places(unit)):
+            kept = self._kept_places(unit)
+            full = {f"{unit.name}.{path}".lstrip("."): param for path, param in kept.items()}
+            with swapped(module, kept), self._first_watched(index, full, forward):
                 results = forward(*args, **kwargs)
+            self.changing.setdefault(index, frozenset())
             self._check_unwritten([unit])
             return results
         if checking() and not is_traced([buffer.local_buffer for buffer in self.params.values()]):
@@ -146,7 +149,10 @@ class Pass:
             starts.append(Start(module, self.changing.get(index)))
             inner = dict(zip(map(id, tensors), casted, strict=True))
             other = nullcontext(flat_substituted(args, kwargs, inner)) if flat else substituted((args, kwargs), inner)
-            with other as trees, placed(params, given), buffers_written(modules):
+            names = chain.from_iterable(group.names for group in site.param_groups)
+            full = dict(zip(names, chain.from_iterable(params), strict=True))
+            watched = self._first_watched(index, full, forward)
+            with other as trees, placed(params, given), buffers_written(modules), watched:
                 results = run(*trees[0], **trees[1])
             outputs, filled = tensor_leaves(results, own)
             structure[:] = [filled]
@@ -157,6 +163,14 @@ class Pass:
         around += [buffer for sub in modules for buffer in sub._buffers.values() if buffer is not None]
         outputs = self._call(site, index, list(routed.values()), compute, placed, around, forward)
         return structure[0](outputs)
+
+    def _first_watched(
+        self, index: int, params: Mapping[str, torch.Tensor], forward: Forward
+    ) -> AbstractContextManager[Any]:
+        """A unit's first run is watched for writes into its parameters that no counter tells."""
+        if index in self.changing or not forward.is_plain or is_traced(list(params.values())):
+            return nullcontext()
+        return Writes(self.units[index].name, list(params), [*map(unwrapped, params.values())])
 
     def _agree_on(self, unit: Unit) -> None:
         """Compare with the other ranks which unit runs now, before any of them gathers what another does not.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mfsdp_func.effects.torch_internals import is_transformed
+from mfsdp_func.effects.torch_internals import is_transformed, unwrapped
 from mfsdp_func.fsdp.torch_internals import is_wrapped, storage_of, storages_of
 
 _GRAD_FN = attrgetter("grad_fn")
@@ -23,6 +23,7 @@ _REMEDY = (
     "Units run as one operation, differentiated with respect to their parameters and the tensors among their arguments,"
     " so this one's gradient would silently be zero."
 )
+_HARMLESS = {"requires_grad_", "retain_grad", "detach_"}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imatmul__"}
 
 
@@ -48,7 +49,44 @@ def written(label: str, names: Iterable[str], operator: str = "") -> RuntimeErro
     )
 
 
-class Watch(TorchFunctionMode):
+class Writes(TorchFunctionMode):
+    """Raises where an operator writes into a parameter, also through `data`, which no counter tells.
+
+    Args:
+        label: the unit's name.
+        names: of its parameters.
+        params: they themselves.
+    """
+
+    def __init__(self, label: str, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._label = label
+        self._params = params
+        self._names = names
+        self._storages = {*storages_of(params)}
+        self._by_id = dict(zip(map(id, params), names, strict=True))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check_written(getattr(func, "__name__", ""), args)
+        return func(*args, **(kwargs or {}))
+
+    def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
+        writes = (name[-1:] == "_" and name[-2:] != "__" and name not in _HARMLESS) or name in _IN_PLACE
+        if writes and args and isinstance(args[0], torch.Tensor):
+            owner = self._by_id.get(id(args[0])) or self._owner(unwrapped(args[0]))
+            if owner is not None:
+                raise written(self._label, [owner], name)
+
+    def _owner(self, tensor: torch.Tensor) -> str | None:
+        """The parameter in whose memory a tensor lies."""
+        if storage_of(tensor) not in self._storages:
+            return None
+        pairs = zip(self._names, self._params, strict=True)
+        starts = sorted((param.data_ptr(), name) for name, param in pairs if param.numel())
+        return starts[max(bisect.bisect_right(starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1] if starts else None
+
+
+class Watch(Writes):
     """Knows every tensor made inside that is differentiable, or an alias of a parameter.
 
     Args:
@@ -61,12 +99,7 @@ class Watch(TorchFunctionMode):
     def __init__(
         self, label: str, names: Sequence[str], params: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        super().__init__()
-        self._label = label
-        self._params = params
-        self._names = names
-        self._storages = {*storages_of(params)}
-        self._by_id = dict(zip(map(id, params), names, strict=True))
+        super().__init__(label, names, params)
         self._own = {*self._by_id, *map(id, inputs)}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         # Parameters themselves may be kept too. Their nodes in the graph count as one reference.
@@ -81,8 +114,7 @@ class Watch(TorchFunctionMode):
                 for item in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(item, torch.Tensor) and is_wrapped(item) and not is_transformed():
                         raise self.foreign(item)
-            if (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE:
-                self._check_written(name, args)
+            self._check_written(name, args)
             results = func(*args, **(kwargs or {}))
         if isinstance(results, torch.Tensor):
             self._learn(results)
@@ -91,20 +123,6 @@ class Watch(TorchFunctionMode):
                 if isinstance(result, torch.Tensor):
                     self._learn(result)
         return results
-
-    def _check_written(self, name: str, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], torch.Tensor) and name not in ("requires_grad_", "retain_grad", "detach_"):
-            owner = self._by_id.get(id(args[0])) or self._owner(args[0])
-            if owner is not None:
-                raise written(self._label, [owner], name)
-
-    def _owner(self, tensor: torch.Tensor) -> str | None:
-        """The parameter in whose memory a tensor lies."""
-        if storage_of(tensor) not in self._storages:
-            return None
-        pairs = zip(self._names, self._params, strict=True)
-        starts = sorted((param.data_ptr(), name) for name, param in pairs if param.numel())
-        return starts[max(bisect.bisect_right(starts, (tensor.data_ptr(), "\uffff")) - 1, 0)][1] if starts else None
 
     def _learn(self, tensor: torch.Tensor) -> None:
         if is_wrapped(tensor):
