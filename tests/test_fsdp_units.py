@@ -545,6 +545,9 @@ def test_a_module_that_is_a_unit_and_part_of_one() -> None:
             super().__init__()
             self.own, self.inner = nn.Parameter(torch.ones(2)), inner
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.own
+
     inner = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"a Linear is part of '1' and is used outside of it too"):
         shard(nn.Sequential(inner, Owns(inner)))

@@ -217,7 +217,7 @@ class Pass:
         if apart:
             tensors += map(self._source, unit.groups)
         outputs = call_unit(call, [*tensors, *inputs])
-        forward.is_checked = forward.is_checked or call.checked
+        forward.is_checked = forward.is_checked or (call.learned is not None and call.learned.checked)
         return outputs
 
     def _check_unwritten(self, units: Sequence[Unit]) -> None:

@@ -6,13 +6,12 @@ the backward itself): `_Forward` runs the unit and keeps its graph without the p
 serve, the unit runs again: for derivatives beyond the first, forward mode, `vmap`, and where that was asked for.
 """
 
-import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress, islice
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 
@@ -23,56 +22,21 @@ from mfsdp_func.fsdp.operators import unit_boundary
 from mfsdp_func.fsdp.param_group import GatherCache, ParamGroup, with_gradient_to
 from mfsdp_func.fsdp.replay import Ambient, is_traced, nothing_drawn
 from mfsdp_func.fsdp.torch_internals import keeps_graph, version_of, versions_of
+from mfsdp_func.fsdp.unit_facts import (
+    Asked,
+    Learned,
+    Params,
+    Parts,
+    Tensors,
+    Wanted,
+    differentiable,
+    floats_of,
+    is_differentiable,
+)
 from mfsdp_func.fsdp.watch import changed_in_place, written
 from mfsdp_func.operations.dbuffer import DBuffer
 
 _NAMES = attrgetter("names")
-
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
-Params: TypeAlias = Sequence[Sequence[torch.Tensor]]
-"""The parameters of each group."""
-
-
-class Parts(NamedTuple):
-    """The tensors of a call of a unit, by what they are."""
-
-    shards: Tensors
-    accumulators: Tensors
-    sources: Tensors
-    inputs: Tensors
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a backward pass is asked for.
-
-    Attributes:
-        groups: which groups' gradients.
-        inputs: which inputs' gradients.
-        outputs: which outputs have a cotangent.
-    """
-
-    groups: tuple[bool, ...]
-    inputs: tuple[bool, ...]
-    outputs: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What the first run of a unit tells.
-
-    Attributes:
-        ambient: what it ran under.
-        outputs: of each tensor output, whether its dtype has gradients.
-        carries: of each, whether it depends on anything that is differentiated.
-        sums: of each, the sum and the sum of magnitudes, by which a second run is told from the first; none where no
-            second run is planned.
-    """
-
-    ambient: Ambient
-    outputs: tuple[bool, ...]
-    carries: tuple[bool, ...]
-    sums: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(eq=False)
@@ -109,14 +73,8 @@ class UnitCall:
     recompute: bool
     watched: bool
     origin: object
-    wanted: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
-    """Which groups and which inputs are differentiated, by whatever transform; known when it is called."""
     learned: Learned | None = None
-    """Known once it has run."""
-    graph: UnitGraph | None = None
-    """There from then until its backward pass."""
-    checked: bool = False
-    """Whether it has run with its graph kept, and nothing has passed its borders unseen."""
+    """Known once it has run: the one thing that changes."""
 
     def split(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """See `Parts`."""
@@ -137,17 +95,17 @@ class UnitCall:
         self._check_unwritten(full)
         return outputs
 
-    def forward_keeping(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+    def forward_keeping(self, tensors: Sequence[torch.Tensor], wanted: Wanted) -> Tensors:
         """The unit's outputs; its graph stays here."""
         parts, traced = self.split(tensors), is_traced(tensors)
         ambient = Ambient.current(tensors)
         with nothing_drawn(f"unit {self.label!r}") if traced else nullcontext():
-            graph, outputs = self._build(self._unshard_in_order(parts), parts, traced=traced)
+            graph, outputs = self._build(self._unshard_in_order(parts), parts, wanted, traced=traced)
         graph.empty()
         floats = differentiable(outputs)
         sums = tuple(map(_fingerprint, outputs)) if self.recompute and not traced else ()
-        self.learned = Learned(ambient, floats, graph.carries, sums)
-        self.graph = graph if any(graph.carries) and not self.recompute else None
+        kept = graph if any(graph.carries) and not self.recompute else None
+        self.learned = Learned(ambient, floats, graph.carries, sums, kept, checked=not traced)
         return unit_boundary(outputs) if traced else tuple(outputs)
 
     def backward(self, tensors: Sequence[torch.Tensor], asked: Asked) -> Tensors:
@@ -163,14 +121,15 @@ class UnitCall:
         if self.cache is not None:
             self.cache.start(zip(self.param_groups, parts.sources, strict=True))
             self.cache.start(self.preceding)
-        graph, wholes = self.graph, self._unshard(parts)
+        learned, wholes = learned_of(self), self._unshard(parts)
+        graph = learned.graph
         # Under `torch.func`, whose backward passes all say that they keep their graph, it serves once.
-        keep = graph is not None and not self.transformed and keeps_graph()
+        keep = graph is not None and not asked.wanted.transformed and keeps_graph()
         if not keep:
-            self.graph = None
+            self.learned = learned = learned._replace(graph=None)
         if graph is None:
             with self._again(traced=traced):
-                graph, outputs = self._build(wholes, parts, traced=traced)
+                graph, outputs = self._build(wholes, parts, asked.wanted, traced=traced)
             self._check_alike(outputs)
         else:
             graph.fill(wholes, self._params(wholes), parts.inputs)
@@ -187,13 +146,6 @@ class UnitCall:
             flat[n] = group.accumulated(flat[n]) if self.accumulate else group.reduce(flat[n])
         found = (*flat, *of_inputs)
         return unit_boundary(found) if traced else found
-
-    @property
-    def transformed(self) -> bool:
-        """Whether the call was differentiated by a transform of `torch.func`."""
-        return self._transformed
-
-    _transformed: bool = False
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """The unit's outputs by differentiable operations, with full parameters kept as autograd likes."""
@@ -233,23 +185,23 @@ class UnitCall:
                 found.append(gradient)
         return tuple(found)
 
-    def _build(self, wholes: Sequence[DBuffer], parts: Parts, *, traced: bool) -> tuple[UnitGraph, list[torch.Tensor]]:
-        groups, inputs = self.wanted
+    def _build(
+        self, wholes: Sequence[DBuffer], parts: Parts, wanted: Wanted, *, traced: bool
+    ) -> tuple[UnitGraph, list[torch.Tensor]]:
         graph = UnitGraph(
             self.label,
             [*map(_NAMES, self.param_groups)],
             wholes,
             self._params(wholes),
-            groups,
+            wanted.groups,
             parts.inputs,
-            inputs,
+            wanted.inputs,
             traced=traced,
         )
         versions = versions_of(parts.inputs)
         outputs = graph.run(self.run, self.around, watched=self.watched)
         if versions != versions_of(parts.inputs):
             raise changed_in_place(self.label)
-        self.checked = not traced
         return graph, outputs
 
     def _params(self, wholes: Sequence[DBuffer]) -> list[list[torch.Tensor]]:
@@ -344,18 +296,3 @@ def _fingerprint(output: torch.Tensor) -> torch.Tensor:
     values = output.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
-
-
-def floats_of(tensors: Sequence[torch.Tensor]) -> Tensors:
-    """Those that can be differentiated."""
-    return tuple(tensor for tensor in tensors if is_differentiable(tensor))
-
-
-def differentiable(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """`is_differentiable` of each."""
-    return (*map(operator.or_, map(torch.Tensor.is_floating_point, tensors), map(torch.Tensor.is_complex, tensors)),)
-
-
-def is_differentiable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's dtype has gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -9,56 +9,57 @@ import torch
 
 from mfsdp_func.effects.torch_internals import is_untransformed
 from mfsdp_func.fsdp.torch_internals import hooks_allowed, inner_of, is_wrapped
-from mfsdp_func.fsdp.unit import Asked, Tensors, UnitCall, differentiable, floats_of, is_differentiable, learned_of
+from mfsdp_func.fsdp.unit import UnitCall, learned_of
+from mfsdp_func.fsdp.unit_facts import Asked, Tensors, Wanted, differentiable, floats_of, is_differentiable
 
 
 class _Forward(torch.autograd.Function):
-    """``(call, *tensors) -> outputs``."""
+    """``(call, wanted, *tensors) -> outputs``."""
 
     @staticmethod
-    def forward(call: UnitCall, *tensors: torch.Tensor) -> Tensors:
-        return call.forward_keeping(tensors)
+    def forward(call: UnitCall, wanted: Wanted, *tensors: torch.Tensor) -> Tensors:
+        return call.forward_keeping(tensors, wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.call, *tensors = inputs
+        ctx.call, ctx.wanted, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         learned = ctx.call.learned
-        if learned is not None and not ctx.call.transformed:
+        if learned is not None and not ctx.wanted.transformed:
             ctx.mark_non_differentiable(*compress(output, map(not_, learned.carries)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         call: UnitCall = ctx.call
+        wanted: Wanted = ctx.wanted
         with hooks_allowed():  # activation checkpointing around the unit may run it again now
             tensors = ctx.saved_tensors
         parts = call.split(tensors)
-        needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
-        wanted_groups, wanted_inputs = call.wanted
+        needed: tuple[bool, ...] = ctx.needs_input_grad[2:]
         first = len(call.param_groups) if call.accumulate else 0  # of what gradients of groups go to
         groups = needed[first : first + len(call.param_groups)]
         inputs = needed[len(needed) - len(parts.inputs) :]
         outputs = (*map(and_, map(is_not, cotangents, repeat(None)), learned_of(call).outputs),)
-        asked = Asked((*map(and_, groups, wanted_groups),), (*map(and_, inputs, wanted_inputs),), outputs)
+        asked = Asked((*map(and_, groups, wanted.groups),), (*map(and_, inputs, wanted.inputs),), outputs, wanted)
         gradients = iter(_Backward.apply(call, asked, *tensors, *compress(cotangents, outputs)))
         found: list[Any] = [None] * len(needed)
         for n, is_asked in enumerate(asked.groups):
             found[first + n] = next(gradients) if is_asked else None
         for n, is_asked in enumerate(asked.inputs):
             found[len(needed) - len(parts.inputs) + n] = next(gradients) if is_asked else None
-        return (None, *found)
+        return (None, None, *found)
 
     @staticmethod
-    def jvp(ctx: Any, _call: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(ctx: Any, _call: None, _wanted: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: UnitCall = ctx.call
         moved = iter(_pushforward(lambda tensors: floats_of(call.compute(tensors)), ctx.saved_tensors, tangents))
         return tuple(next(moved) if has_gradient else None for has_gradient in learned_of(call).outputs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, *tensors: torch.Tensor) -> Any:
-        return _vmapped(call.compute, info, in_dims[1:], tensors)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: UnitCall, wanted: Wanted, *tensors: torch.Tensor) -> Any:
+        return _vmapped(call.compute, info, in_dims[2:], tensors)
 
 
 class _Backward(torch.autograd.Function):
@@ -103,9 +104,7 @@ def call_unit(call: UnitCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch
     takers = parts.accumulators if call.accumulate else parts.shards
     of_groups = map(and_, map(_TRAINABLE, call.param_groups), map(_is_differentiated, takers))
     of_inputs = map(and_, differentiable(parts.inputs), map(_is_differentiated, parts.inputs))
-    call.wanted = (*of_groups,), (*of_inputs,)
-    call._transformed = not plain  # pyright: ignore[reportPrivateUsage]
-    return _Forward.apply(call, *tensors)
+    return _Forward.apply(call, Wanted((*of_groups,), (*of_inputs,), not plain), *tensors)
 
 
 def call_of_node(node: Any) -> UnitCall | None:
