@@ -117,12 +117,8 @@ def another_backward(mesh: Mesh) -> None:
 PROGRAMS: dict[str, tuple[Callable[[Mesh], Any], tuple[str, ...]]] = {
     "unit left out": (
         skipped_unit,
-        (
-            "'blocks.1': nothing was sent",
-            "blocks.0",
-            "on ranks [0]",
-            "on ranks [1]",
-        ),  # units where the check is on, else buffers
+        # Of a unit where the check is on, else of its buffer.
+        ("blocks.1", "blocks.0", "on ranks [0]", "on ranks [1]"),
     ),
     "named buffers": (named_buffers_in_another_order, ("allgather over", "name: a on ranks [0], b on ranks [1]")),
     "buffers on lines": (buffers_on_other_lines, ("allgather over", "line: tests/test_told_apart.py:", "on ranks [1]")),
