@@ -67,6 +67,21 @@ def test_blocks_write_their_tables(tmp_path: Path) -> None:
     assert "old" not in text
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_steps_beside_fsdp2(tmp_path: Path) -> None:
+    """First losses agree, which the run itself checks; at the peak no more is allocated than by FSDP2."""
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(FOLDER / "fsdp2.py"), "--rounds", "2", "--only", "steps", "--out", str(tmp_path / "found.json")]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads((tmp_path / "found.json").read_text())["steps"]
+    assert len(rows) == 5
+    assert all(row["peak ratio"] <= 1.05 for row in rows)
+
+
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
