@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,10 @@ import torch.distributed as dist
 
 import mfsdp_func as mf
 from mfsdp_func import checkpoint, optim
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from leave import leave
 
 STEPS, EVERY, TIMEOUT = 6, 2, 20.0
 NAMES = {"block": ("up", "down")}
@@ -90,7 +95,7 @@ def train(me, port, folder):
             committed, state = start_or_resume(mesh, folder)
     norm = float(mf.global_norm(state["params"]))
     print(f"rank {me}, now {mesh.get_rank()} of {mesh.size()}: {committed.number} steps, norm {norm:.6f}", flush=True)
-    os._exit(0)
+    leave()
 
 
 def main():
