@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils import _pytree as pytree
 
 import mfsdp_func as mf
 from mfsdp_func import checkpoint, optim
@@ -73,6 +74,11 @@ def theirs(mib: int, mesh: Any) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"model": get_model_state_dict(twin), "optim": get_optimizer_state_dict(twin, optimizer)}
+
+
+def made_like(state: Any) -> Any:
+    """The same tensors in memory of their own, unspecified."""
+    return pytree.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def measure(act: Callable[[], Any]) -> tuple[float, int]:
@@ -124,6 +130,7 @@ def main() -> None:
             "a step, while it writes": lambda: step(factor, args.products),
             "checkpoint.save_async, wait": lambda: handles.pop().wait(),
             "dcp.load (FSDP2)": lambda n=n: dcp.load(twin, checkpoint_id=str(root / f"dcp{n}")),
+            "dcp.load, into new memory": lambda n=n: dcp.load(made_like(twin), checkpoint_id=str(root / f"dcp{n}")),
             "checkpoint.load": lambda n=n: checkpoint.load(root / f"save{n}", state, names=apply.names),
             "export_hf (parameters alone)": lambda n=n: checkpoint.export_hf(
                 state["model"], root / f"hf{n}", names=apply.names

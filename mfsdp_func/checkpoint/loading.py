@@ -22,6 +22,7 @@ from mfsdp_func.checkpoint.saving import Progress
 from mfsdp_func.checkpoint.shards import Shards
 from mfsdp_func.effects.here import carrier_of
 from mfsdp_func.operations.dbuffer import DBuffer
+from mfsdp_func.values.buffer_spec import stored_pieces
 from mfsdp_func.values.mesh import Mesh, MeshLike
 
 
@@ -119,7 +120,9 @@ def _read(
         if not any(asked) and asked:
             leaves.append(leaf)
             continue
-        leaves.append(_fresh(leaf, place, keep=not all(asked), where=pytree.keystr(path)))
+        # What is read fills every element of a leaf, but for padding, and for what is no tensor of a name.
+        whole = bool(asked) and not isinstance(leaf, Shards)
+        leaves.append(_fresh(leaf, place, whole=whole, keep=not all(asked), where=pytree.keystr(path)))
     fresh = pytree.tree_unflatten(leaves, structure)
     wanted: list[Wanted] = []
     objects: dict[str, Entry] = {}
@@ -154,20 +157,26 @@ def _read_equal(folder: Readable, entry: Entry, where: Found) -> None:
 
 
 @torch.no_grad()
-def _fresh(leaf: Any, device: torch.device, *, keep: bool, where: str) -> Any:
-    """New memory for a leaf: zeros, or with `keep` a copy of its elements."""
+def _fresh(leaf: Any, device: torch.device, *, whole: bool, keep: bool, where: str) -> Any:
+    """New memory for a leaf: zeros, where `whole` unspecified but for padding; or with `keep` a copy of its elements."""
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         if keep and tensor.is_meta:
             raise CheckpointError(f"only= loads a part of {where}, and the rest of it is on the meta device")
         target = device if tensor.is_meta else tensor.device
-        new = torch.zeros(tensor.shape, dtype=tensor.dtype, device=target)
+        new = (torch.empty if whole else torch.zeros)(tensor.shape, dtype=tensor.dtype, device=target)
         if keep:
             new.copy_(tensor)
         return new.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     if isinstance(leaf, DBuffer):
-        return DBuffer(leaf.spec, made(leaf.local_buffer))
+        local = made(leaf.local_buffer)
+        if not keep:
+            pieces = stored_pieces(leaf.spec)
+            for (i, _), part in zip(pieces, local.detach().split([numel for _, numel in pieces]), strict=True):
+                if i < 0:
+                    part.zero_()
+        return DBuffer(leaf.spec, local)
     if isinstance(leaf, Shards):
         return pytree.tree_map(made, leaf)
     if isinstance(leaf, BoxTensor):

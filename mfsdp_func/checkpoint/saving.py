@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import xxhash
 
 from mfsdp_func.checkpoint.consensus import agree, all_ranks, attempt, share, together
 from mfsdp_func.checkpoint.dcp import Stored
@@ -143,9 +144,9 @@ def digest_of(entry: Entry) -> str:
     """
     if entry.is_tensor:
         words = f"{entry.dtype} {tuple(entry.shape or ())}".encode()
-        found = hashlib.sha256(words)
+        found = xxhash.xxh3_128(words)
         found.update(bytes_of(entry.value.cpu().resolve_conj().resolve_neg().contiguous()))
-        return found.hexdigest()[:32]
+        return found.hexdigest()
     return hashlib.sha256(encode_object(entry)).hexdigest()[:32]
 
 
