@@ -90,6 +90,56 @@ def test_state_dicts(roles: str, shard_layout: mf.ShardLayout) -> None:
     on_each(ROLES[roles][0], program)
 
 
+class Renamed(nn.Linear):
+    """Knows its weight by an old name, too, and gives it under a new one."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[str] = []
+        self.register_load_state_dict_pre_hook(self._rename)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.seen.append("loaded"))
+        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.seen.append(f"asked for {prefix}"))
+        self._register_state_dict_hook(self._give)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    @staticmethod
+    def _give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+class Both(nn.Sequential):
+    def seen(self) -> list[str]:
+        return self[0].seen
+
+
+def test_hooks_of_state_dicts_run() -> None:
+    model = Both(Renamed(), torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    expected = model.state_dict()
+    assert "0.kernel" in expected
+    old = {f"1.weight_{end}": expected[f"1.parametrizations.weight.original{n}"] for n, end in enumerate("gv")}
+
+    def program(mesh: mf.Mesh) -> None:
+        apply, params = mf.fully_shard(model, mesh, place(mesh, "two"))
+        zeros = {key: mf.DBuffer(b.spec, torch.zeros_like(b.local_buffer)) for key, b in params.items()}
+        given = {"0.kernel": expected["0.kernel"], "0.bias": expected["0.bias"], "1.bias": expected["1.bias"], **old}
+        loaded = apply.load(given, zeros)
+        assert set(given) >= {"0.kernel", "1.weight_g"}  # the caller's dict stays as it is
+        for key, buffer in params.items():
+            assert torch.equal(loaded[key].local_buffer, buffer.local_buffer)
+        found = apply.state_dict(params, whole=True)
+        assert set(found) == (set(expected) if number(mesh) == 0 else set())
+        seen = apply.call("seen", params)
+        assert seen[-2:] == ["loaded", "asked for 0."]
+        with pytest.raises(ValueError, match=r"'0.core' is no parameter"):
+            apply.load({"0.core": expected["0.bias"]}, params)
+
+    on_each((2,), program)
+
+
 def test_wrong_state_changes_nothing() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 

@@ -18,7 +18,16 @@ from mfsdp_func.fsdp.grouping import Group, ParameterNames, Places, Unit
 from mfsdp_func.fsdp.interop import from_dtensors, to_dtensors
 from mfsdp_func.fsdp.param_group import ParamGroup
 from mfsdp_func.fsdp.passes import Params
-from mfsdp_func.fsdp.state import full_parameters, loaded, persistent_buffers, whole_parameters
+from mfsdp_func.fsdp.state import (
+    changed_by_hooks,
+    full_parameters,
+    loaded,
+    persistent_buffers,
+    renamed_by_hooks,
+    tell_asked,
+    tell_loaded,
+    whole_parameters,
+)
 from mfsdp_func.operations.dbuffer import DBuffer
 
 
@@ -137,6 +146,7 @@ class ShardedParameters:
 
         Returns:
             New buffers for the trainable parameters. Frozen parameters and module buffers change inside `apply`.
+            The modules' own hooks on loading run, those before on a copy of the dict.
 
         Raises:
             ValueError: on a name that is unknown, or another shape.
@@ -144,8 +154,10 @@ class ShardedParameters:
         """
         sharded_params, _ = self._split(sharded_params)
         others = {**self.named_buffers(), **{n: self._ignored[first] for n, first in self._arrangement.ignored.items()}}
+        state_dict = renamed_by_hooks(self._skeleton, state_dict)
         made = loaded(self._arrangement, {**sharded_params, **self.frozen_params}, others, state_dict, cast=cast)
         self.frozen_params |= {key: made[key] for key in self.frozen_params}
+        tell_loaded(self._skeleton)
         return {key: made[key] for key in sharded_params}
 
     def state_dict(self, sharded_params: Params, whole: bool = False) -> dict[str, torch.Tensor]:
@@ -156,15 +168,17 @@ class ShardedParameters:
             whole: whether to give whole tensors, on the first rank of the mesh alone (the others get an empty dict); else
                 parameters are DTensors, see `to_dtensors`.
 
-        Effects: every rank calls. Whole tensors are gathered to that rank one at a time.
+        Effects: every rank calls. Whole tensors are gathered to that rank one at a time. The modules' own hooks on
+        state dicts run where there is one.
         """
         sharded_params, ignored = self._split(sharded_params)
+        tell_asked(self._skeleton)
         copies = {name: ignored[first].detach().clone() for name, first in self._arrangement.ignored.items()}
         others = {**copies, **persistent_buffers(self._skeleton)}
         if not whole:
-            return {**self.to_dtensors(sharded_params), **others}
+            return changed_by_hooks(self._skeleton, {**self.to_dtensors(sharded_params), **others})
         found = whole_parameters(self._arrangement, {**sharded_params, **self.frozen_params})
-        return {**found, **others} if found else {}
+        return changed_by_hooks(self._skeleton, {**found, **others}) if found else {}
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The module's own buffers, such as running statistics: whole on every rank, by qualified name."""

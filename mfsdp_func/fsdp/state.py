@@ -1,6 +1,8 @@
 """State dicts of plain tensors: into sharded parameters, and whole out of them on one rank, tensor by tensor."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +85,45 @@ def _with_loaded(buffer: DBuffer, tensors: Mapping[int, torch.Tensor]) -> DBuffe
         given = whole.detach().reshape(-1)[part.start : part.start + part.numel]
         view.copy_(given.view_as(view))
     return local
+
+
+def renamed_by_hooks(module: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict as the hooks leave it that modules run before they load one, such as those that know old names.
+
+    Raises:
+        ValueError: if a hook reports an error.
+    """
+    found, errors = dict(state_dict), list[str]()
+    metadata: Mapping[str, Any] = getattr(state_dict, "_metadata", {})
+    for name, sub in module.named_modules():
+        for hook in sub._load_state_dict_pre_hooks.values():
+            hook(found, f"{name}." if name else "", metadata.get(name, {}), False, [], [], errors)
+    if errors:
+        raise ValueError(f"apply.load: {'; '.join(errors)}")
+    return found
+
+
+def tell_loaded(module: nn.Module) -> None:
+    """Run the hooks that modules run after they have loaded a state dict."""
+    for sub in reversed([*module.modules()]):
+        for hook in sub._load_state_dict_post_hooks.values():
+            hook(sub, SimpleNamespace(missing_keys=[], unexpected_keys=[]))
+
+
+def tell_asked(module: nn.Module) -> None:
+    """Run the hooks that modules run before they give a state dict."""
+    for name, sub in module.named_modules():
+        for hook in sub._state_dict_pre_hooks.values():
+            hook(sub, f"{name}." if name else "", False)
+
+
+def changed_by_hooks(module: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict as the hooks leave it that modules run on the one they give."""
+    for name, sub in reversed([*module.named_modules()]):
+        for hook in sub._state_dict_hooks.values():
+            made = hook(sub, state_dict, f"{name}." if name else "", {})
+            state_dict = state_dict if made is None else made
+    return state_dict
 
 
 def full_parameters(arrangement: Arrangement, buffers: Mapping[str, DBuffer]) -> dict[str, torch.Tensor]:
