@@ -22,7 +22,8 @@ All of them are there from torch 2.11 to 2.13. Tests named without a file are in
   ``ProcessGroup._get_backend`` and ``options._timeout``. Test: ``test_what_is_known_of_a_group`` of
   ``tests/test_faults_real.py``.
 
-State that simulated ranks must each have for themselves is in `mfsdp_func.simulation.rank_state`.
+State that simulated ranks must each have for themselves is in `mfsdp_func.simulation.rank_state`, and what simulated process
+groups take the place of in `mfsdp_func.simulation.torch_distributed`.
 """
 
 from contextlib import AbstractContextManager

@@ -2,6 +2,10 @@
 
 torch keeps what it knows of process groups in one object per process, a registry by name, and a store that ranks meet
 in. Here each rank has a world of its own, the registry is kept by thread, and the store hands the turn on while it waits.
+
+Private names of torch that this takes (2.13; ``tests/test_simulated_torch.py`` fails when one changes): the world,
+``distributed_c10d._world``; the making of a group, ``_new_process_group_helper``; the registry by thread,
+``_set_thread_isolation_mode``; the store, ``rendezvous`` as `distributed_c10d` imports it.
 """
 
 import sys
